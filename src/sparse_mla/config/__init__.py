@@ -1,0 +1,1 @@
+"""Model configuration, layer topology and rotary tables."""
