@@ -1,0 +1,1 @@
+"""Byte layouts, the codec, paged views and pools of the quantised caches."""
