@@ -1,0 +1,1 @@
+"""What changes from step to step: batches, key lists, slots and plans."""
