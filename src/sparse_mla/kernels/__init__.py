@@ -1,0 +1,1 @@
+"""Kernels: one op, one file, one name in `reference`, `torch`, `triton` and `hopper`."""

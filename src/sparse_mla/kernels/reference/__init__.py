@@ -1,0 +1,1 @@
+"""Kernels written for reading: float64, loops, no speed."""

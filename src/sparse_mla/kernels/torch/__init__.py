@@ -1,0 +1,1 @@
+"""Kernels in plain PyTorch: any device, the CPU first."""

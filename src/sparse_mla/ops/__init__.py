@@ -1,0 +1,1 @@
+"""Operations: check the arguments, choose a body, launch it."""

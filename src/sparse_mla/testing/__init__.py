@@ -1,0 +1,1 @@
+"""Inputs, cases and comparisons shared by tests, `check` and `bench`."""
