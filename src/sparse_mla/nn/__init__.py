@@ -1,0 +1,1 @@
+"""The attention layer as `torch.nn` modules: projections, compressor, indexer, attention."""
