@@ -1,0 +1,172 @@
+"""Portable attention and the window writer against the peer, each checked against the oracle first.
+
+    python benchmarks/attend.py [--write]
+
+Prints one row per case; `--write` appends result lines to `benchmarks/baselines/<gpu>.jsonl`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import subprocess
+from dataclasses import dataclass, replace
+
+import common
+import peer
+import torch
+import triton
+
+from sparse_mla.cache.records import MXFP8, NVFP4, V4, RecordFormat
+from sparse_mla.kernels.contract import AttendCall, KeySet, Layout
+from sparse_mla.kernels.triton.attend import attend
+from sparse_mla.testing.compare import TENSOR_CORE_BODY, assert_matches_oracle
+from sparse_mla.testing.inputs import AttendProblem, make_problem
+
+POOL_ROWS = 200_000
+"""Rows of each pool: 106 MB of 528-byte rows, larger than any L2."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row of the table."""
+
+    tokens: int
+    heads: int
+    window: RecordFormat = MXFP8
+    compressed: RecordFormat = MXFP8
+    window_keys: int = 128
+    compressed_keys: int = 512
+
+
+CASES = (
+    *(Case(tokens, 64) for tokens in (1, 8, 32, 64, 128, 512, 4096)),
+    *(Case(tokens, 8) for tokens in (1, 16, 128)),
+    Case(128, 16),
+    Case(128, 128),
+    Case(128, 64, V4, V4),
+    Case(128, 64, MXFP8, NVFP4),
+)
+
+
+def build(
+    case: Case, window: RecordFormat, compressed: RecordFormat
+) -> tuple[AttendProblem, list[AttendCall]]:
+    """A problem over large pools and calls that each attend other rows of them."""
+    problem = make_problem(
+        tokens=case.tokens,
+        heads=case.heads,
+        window_keys=case.window_keys,
+        compressed_keys=case.compressed_keys,
+        window_record=window,
+        compressed_record=compressed,
+        pool_rows=POOL_ROWS,
+        poison=False,
+        named_share=1.0,
+        device="cuda",
+    )
+    keys = case.window_keys + case.compressed_keys
+    base = problem.call()
+    calls = []
+    for _ in range(common.input_sets(case.tokens * keys * compressed.row_bytes)):
+        assert base.compressed is not None
+        calls.append(replace(base, window=other(base.window), compressed=other(base.compressed)))
+    return problem, calls
+
+
+def other(keys: KeySet) -> KeySet:
+    """The same cache with other random rows, all lanes valid, lengths given."""
+    shape = keys.indices.shape
+    slots = torch.randint(keys.cache.num_slots, shape, dtype=torch.int32, device="cuda")
+    return KeySet(
+        keys.cache, slots, torch.full(shape[:1], shape[1], dtype=torch.int32, device="cuda")
+    )
+
+
+def check(case: Case) -> None:
+    """The oracle on a small problem of the same kind; raises if it does not hold."""
+    problem = make_problem(
+        tokens=min(case.tokens, 4),
+        heads=case.heads,
+        window_keys=case.window_keys,
+        compressed_keys=case.compressed_keys,
+        window_record=case.window,
+        compressed_record=case.compressed,
+        lengths="random",
+        hole_probability=0.1,
+        device="cuda",
+    )
+    call, out = problem.call(), problem.allocate_out(fp8=True, layout=Layout.CHUNK_INTERLEAVED)
+    attend(call, out)
+    assert_matches_oracle(call, out, replace(TENSOR_CORE_BODY, max_code_share=0.06))
+
+
+def measure(case: Case, with_peer: bool) -> common.Result:
+    """Time a case, and the peer's attention on 584-byte rows in the same process."""
+    check(case)
+    problem, calls = build(case, case.window, case.compressed)
+    out = problem.allocate_out(
+        fp8=True, layout=Layout.CHUNK_INTERLEAVED, lse=False, max_logits=False
+    )
+    ours = common.time_launches([lambda call=call: attend(call, out) for call in calls])
+    theirs = None
+    if with_peer and case.compressed_keys % 64 == 0:
+        problem, calls = build(case, V4, V4)
+        body = peer.PeerDecode(
+            problem.q, calls[0].window, calls[0].compressed, problem.sink, problem.scale
+        )
+        theirs = common.time_launches(
+            [lambda call=call: body(call.window, call.compressed) for call in calls]
+        )
+    keys = case.window_keys + case.compressed_keys
+    read = case.tokens * (
+        case.window_keys * case.window.row_bytes + case.compressed_keys * case.compressed.row_bytes
+    )
+    moved = read + case.tokens * case.heads * (1024 + 512 + 16)
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+    )
+    return common.Result(
+        date=datetime.datetime.now(datetime.UTC).date().isoformat(),
+        commit=commit.stdout.strip() or "unknown",
+        gpu=torch.cuda.get_device_name(),
+        torch=torch.__version__,
+        triton=triton.__version__,
+        op="attend",
+        backend="triton",
+        heads=case.heads,
+        tokens=case.tokens,
+        window_keys=case.window_keys,
+        compressed_keys=case.compressed_keys,
+        window_record=case.window.name,
+        compressed_record=case.compressed.name,
+        output="fp8",
+        microseconds=round(ours, 2),
+        tflops=round(common.attention_flops(case.tokens, case.heads, keys) / ours / 1e6, 1),
+        gbps=round(moved / ours / 1e3, 1),
+        peer=peer.NAME if theirs else None,
+        peer_microseconds=round(theirs, 2) if theirs else None,
+        ratio=round(theirs / ours, 3) if theirs else None,
+    )
+
+
+def main() -> None:
+    """Measure every case."""
+    parser = argparse.ArgumentParser(description="Portable attention against the peer.")
+    parser.add_argument("--write", action="store_true")
+    options = parser.parse_args()
+    with_peer = peer.load_peer()
+    results = [measure(case, with_peer) for case in CASES]
+    for result in results:
+        print(
+            f"tokens {result.tokens:5} heads {result.heads:3} {result.window_record:6} "
+            f"{result.compressed_record:6} {result.microseconds:8.1f} us {result.tflops:6.1f} TFLOP/s "
+            f"peer {result.peer_microseconds or float('nan'):8.1f} us"
+        )
+    if options.write:
+        name = results[0].gpu.lower().replace("nvidia ", "").replace(" ", "-")
+        print("appended to", common.append_results(results, name))
+
+
+if __name__ == "__main__":
+    main()

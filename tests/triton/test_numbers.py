@@ -1,0 +1,79 @@
+"""Number formats of the Triton kernels against the codec, bit for bit."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from sparse_mla.cache import codec
+
+triton = pytest.importorskip("triton")
+import triton.language as tl  # noqa: E402
+
+from sparse_mla.kernels.triton import numbers  # noqa: E402
+
+
+@triton.jit
+def apply_kernel(x, out, COUNT: tl.constexpr, WHICH: tl.constexpr):
+    at = tl.arange(0, COUNT)
+    value = tl.load(x + at)
+    if WHICH == "decode_e4m3":
+        result = numbers.decode_e4m3(value)
+    elif WHICH == "decode_ue8m0":
+        result = numbers.decode_ue8m0(value)
+    elif WHICH == "decode_e2m1":
+        result = numbers.decode_e2m1(value)
+    elif WHICH == "encode_e4m3":
+        result = numbers.encode_e4m3(value)
+    elif WHICH == "encode_e2m1":
+        result = numbers.encode_e2m1(value)
+    elif WHICH == "ue8m0_byte":
+        result = numbers.ue8m0_byte(value).to(tl.uint8)
+    else:
+        result = numbers.round_bf16(value)
+    tl.store(out + at, result)
+
+
+def apply(which: str, x: Tensor, dtype: torch.dtype) -> Tensor:
+    out = torch.empty(x.shape, dtype=dtype)
+    apply_kernel[(1,)](x, out, x.numel(), which)
+    return out
+
+
+def floats(count: int = 65536) -> Tensor:
+    """Normal values over 26 binades, and the values that formats trip over."""
+    generator = torch.Generator().manual_seed(0)
+    exponent = torch.randint(-12, 14, (count,), generator=generator).float()
+    values = torch.randn(count, generator=generator) * torch.exp2(exponent)
+    special = [0.0, -0.0, 448.0, 464.0, 1e38, -1e-40, 2.0**-10, 3 * 2.0**-10, 6.0, 0.25, 0.75, 5.0]
+    values[: len(special)] = torch.tensor(special)
+    return values
+
+
+CODES = torch.arange(256, dtype=torch.int32).to(torch.uint8)
+
+
+@pytest.mark.parametrize("which", ["decode_e4m3", "decode_ue8m0", "decode_e2m1"])
+def test_every_code_decodes_as_in_the_codec(which: str) -> None:
+    codes = CODES[:16] if which == "decode_e2m1" else CODES
+    wanted = getattr(codec, which)(codes)
+    got = apply(which, codes, torch.float32)
+    assert torch.equal(got.nan_to_num(nan=12345.0), wanted.nan_to_num(nan=12345.0))
+
+
+@pytest.mark.parametrize("which", ["encode_e4m3", "encode_e2m1"])
+def test_values_encode_as_in_the_codec(which: str) -> None:
+    x = floats()
+    assert torch.equal(apply(which, x, torch.uint8), getattr(codec, which)(x))
+
+
+def test_scale_bytes_equal_the_codec() -> None:
+    amax = floats().abs()
+    amax[:8] = torch.tensor([0.0, 1e-4, 0.875, 0.8751, 1.0, 3.5, 448.0, 448.5])
+    got = apply("ue8m0_byte", amax, torch.uint8)
+    assert got[:8].tolist() == [105, 105, 118, 119, 119, 120, 127, 128]
+    assert torch.equal(got, codec.ue8m0_byte(amax))
+
+
+def test_bf16_is_rounded_to_even() -> None:
+    x = floats()
+    assert torch.equal(apply("round_bf16", x, torch.bfloat16), x.to(torch.bfloat16))
