@@ -49,3 +49,28 @@ def compressed_slot(request: Request, position: int, ratio: int, rows: int, repl
     if (position + 1) % ratio or replayed:
         return -1
     return slot(request.tables[f"c{ratio}"], position // ratio, rows)
+
+
+def list_slots(
+    table: list[int], positions: list[int], visible: int, rows: int
+) -> tuple[list[int], int]:
+    """Slots of a list of compressed positions, and its length if the row is a token."""
+    slots = [slot(table, p, rows) if 0 <= p < visible else -1 for p in positions]
+    return slots, max((lane + 1 for lane, one in enumerate(slots) if one >= 0), default=0)
+
+
+def ring_slot(request: Request, position: int, capacity: int) -> int:
+    """Ring row of a token, -1 in the null block."""
+    block = request.tables["ring"][0]
+    return block * capacity + position % capacity if block else -1
+
+
+def split(query_lens: list[int], num_rows: int, threshold: int) -> tuple[int, int, int, int]:
+    """(decodes, prefills, decode rows, prefill rows), the way the rule is worded."""
+    if max(query_lens, default=0) <= threshold:
+        return len(query_lens), 0, num_rows, 0
+    decodes = 0
+    while query_lens[decodes] <= threshold:
+        decodes += 1
+    rows = sum(query_lens[:decodes])
+    return decodes, len(query_lens) - decodes, rows, num_rows - rows

@@ -5,8 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+from sparse_mla.cache.pool import CachePool
+from sparse_mla.config.model import ModelConfig
 from sparse_mla.config.topology import LayerKind
 from sparse_mla.errors import PlanMismatchError
+from sparse_mla.metadata.batch import StepBatch
+from sparse_mla.metadata.builder import StepMetadataBuilder
 from sparse_mla.metadata.plan import PlanScratch, TileSchedulerPlan, build_plan, choose_splits
 
 
@@ -47,6 +51,34 @@ def test_scratch_suffices_for_every_step(heads: int, sms: int) -> None:
             assert plan.arrivals is not None
             assert plan.partial.numel() == tokens * plan.splits * heads * 514
             assert plan.arrivals.numel() == tokens * -(-heads // 16)
+
+
+def test_scratch_is_as_small_as_stated() -> None:
+    scratch = PlanScratch(64, 132, "cpu")
+    assert scratch.partial is not None
+    assert scratch.arrivals is not None
+    assert (scratch.partial.nbytes, scratch.arrivals.nbytes) == (8_684_544, 1_056)
+    assert not scratch.arrivals.any()
+    assert PlanScratch(64, 0, "cpu").partial is None, "a CPU never splits"
+
+
+def test_a_builder_hands_out_one_scratch_at_one_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sparse_mla.metadata.builder._num_sms", lambda device: 132)
+    cfg = ModelConfig.deepseek_v41_flash()
+    pool = CachePool.allocate(cfg, pages=4, layer_ids=[0, 2, 20])
+    builder = StepMetadataBuilder(cfg, pool, max_tokens=80, max_requests=2, max_seq_len=192)
+    tokens = {name: group.tokens_per_page for name, group in pool.groups.items()}
+    seen = set()
+    for query, splits in ((1, {2, 10}), (8, {2, 8}), (80, {1})):
+        tables = {name: [[1, 2, 3]] if name != "ring" else [[1]] for name in tokens}
+        step = builder.build(StepBatch.from_requests([query], [query], tables, tokens))
+        assert {plan.splits for plan in step.plan.values()} == splits
+        for kind, plan in step.plan.items():
+            plan.check(query, 64, 128, 512 if kind.ratio else 0, torch.device("cpu"))
+            if plan.partial is not None and plan.arrivals is not None:
+                seen.add((plan.partial.data_ptr(), plan.arrivals.data_ptr()))
+                assert plan.partial.numel() == query * plan.splits * 64 * 514
+    assert len(seen) == 1
 
 
 def test_batch_invariant_plans_never_split() -> None:

@@ -7,14 +7,16 @@ import torch
 
 from sparse_mla.cache.pool import CachePool
 from sparse_mla.config.model import ModelConfig
-from sparse_mla.metadata.batch import StepBatch
+from sparse_mla.metadata.batch import StepBatch, replayed_positions
 from sparse_mla.metadata.builder import StepMetadata, StepMetadataBuilder, build_metadata
 from sparse_mla.metadata.compressed import SparseMLAMetadataBuilder, topk_to_slots
 from sparse_mla.metadata.prefill import (
+    PrefillChunk,
     gather_length,
     plan_prefill_chunks,
     replay_start,
     trimmed_window_bound,
+    workspace_row,
 )
 from sparse_mla.metadata.window import (
     DecodeSplit,
@@ -170,6 +172,59 @@ def test_prefill_chunks(ratio: int, wanted: list[tuple[int, int, int, int]]) -> 
     assert [(c.first, c.end, c.compressed_rows, c.rows) for c in chunks] == wanted
 
 
+@pytest.mark.parametrize(
+    ("topk", "replay", "indices", "positions"),
+    [
+        ([3, 0, 1], 0, [13, 10, 11, 15, 16, 17, 18], [4, 5, 6, 7]),
+        ([3, -1, 9], 0, [13, -1, -1, 15, 16, 17, 18], [4, 5, 6, 7]),  # holes keep their lanes
+        ([3, 0, 1], 6, [13, 10, 11, 14, 15], [6, 7]),  # three rows gathered: positions 6, 7, 8
+    ],
+)
+def test_workspace_rows(
+    topk: list[int], replay: int, indices: list[int], positions: list[int]
+) -> None:
+    row = workspace_row(
+        PrefillChunk(first=0, end=2, compressed_rows=4, rows=10), topk,
+        request=1, position=7, seq_len=9, query_len=3, ratio=2, window=4, replay_start=replay,
+    )  # fmt: skip
+    assert (row.indices, row.positions) == (indices, positions)
+
+
+def test_a_workspace_row_names_the_keys_of_the_flattened_row() -> None:
+    """The mini example again: its window positions are those of our own list."""
+    got = window_rows(MINI, 3, 9, [0, 1, 2], 4)
+    chunk = PrefillChunk(first=0, end=1, compressed_rows=4, rows=10)
+    for t, position in enumerate((6, 7, 8)):
+        row = workspace_row(
+            chunk, [], request=0, position=position, seq_len=9, query_len=3, ratio=0, window=4
+        )
+        assert row.positions == got.indices[t].tolist(), "pages 0, 1, 2: slot = position"
+        assert len(row.indices) == int(got.lengths[t])
+
+
+def compressed_rows(queries: list[int], seqs: list[int], ratio: int, pad: int) -> list[int]:
+    tables = {"window": [[0] * 3 for _ in seqs], f"c{ratio}": [[0] * 3 for _ in seqs]}
+    batch = StepBatch.from_requests(
+        queries, seqs, tables, dict.fromkeys(tables, 8), pad_to=sum(queries) + pad
+    )
+    window = SparseSWAMetadataBuilder(MINI, max_tokens=16, max_requests=4, page_rows=8).build(batch)
+    builder = SparseMLAMetadataBuilder(MINI, ratio, max_tokens=16, page_rows=8 // ratio)
+    return builder.build(batch, window).visible.tolist()
+
+
+def test_one_length_for_every_row_of_unequal_decodes() -> None:
+    lengths = [8, 9, 10, 7, 9, 10, 11, 12]
+    assert compressed_rows([3, 1, 4, 0], [10, 7, 12, 0], 1, 2) == [*lengths, 0, 0]
+    assert compressed_rows([3, 1, 4, 0], [10, 7, 12, 0], 2, 0) == [n // 2 for n in lengths]
+
+
+def test_entries_of_rows_in_a_packed_prefill() -> None:
+    """ke - ks of requests (seq 5, q 3) and (seq 4, q 2) at ratio 2."""
+    ks, ke = [0, 0, 0, 2, 2], [1, 2, 2, 3, 4]
+    wanted = [end - begin for begin, end in zip(ks, ke, strict=True)]
+    assert compressed_rows([3, 2], [5, 4], 2, 0) == wanted
+
+
 def test_decode_split() -> None:
     assert split_decodes([1, 6, 6, 7, 300], 320, 5) == DecodeSplit(3, 2, 13, 307)
     assert split_decodes([1, 1], 4) == DecodeSplit(2, 0, 4, 0), "padding goes to the decodes"
@@ -179,6 +234,8 @@ def test_decode_split() -> None:
 
 def test_replay() -> None:
     assert [replay_start(hit) for hit in (0, 64, 127, 128, 129, 1000)] == [0, 0, 0, 0, 1, 872]
+    assert replayed_positions(872) == range(872, 1000)
+    assert len(replayed_positions(0)) == 0, "nothing replays: all is computed afresh"
     assert trimmed_window_bound(1000, 0, 128) == 872
     assert trimmed_window_bound(1000, 900, 128) == 900
 

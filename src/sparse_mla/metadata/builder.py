@@ -15,10 +15,16 @@ from sparse_mla.config.topology import LayerKind, kinds_present
 from sparse_mla.errors import ArgumentError, ShapeError
 from sparse_mla.metadata.batch import RING, StepBatch
 from sparse_mla.metadata.compressed import SparseMLAMetadata, SparseMLAMetadataBuilder
+from sparse_mla.metadata.extent import Extent, clear
 from sparse_mla.metadata.plan import PlanScratch, TileSchedulerPlan, build_plan
 from sparse_mla.metadata.ring import RingMetadata, ring_metadata
 from sparse_mla.metadata.rules import TORCH_RULES, MetadataRules
-from sparse_mla.metadata.window import WINDOW, SparseSWAMetadata, SparseSWAMetadataBuilder
+from sparse_mla.metadata.window import (
+    WINDOW,
+    SparseSWAMetadata,
+    SparseSWAMetadataBuilder,
+    check_room,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,10 +109,18 @@ class StepMetadataBuilder:
     def build(self, batch: StepBatch) -> StepMetadata:
         """Metadata of one step. What an earlier step returned is overwritten.
 
+        Past the step's own rows every slot is -1, every length and visible count 0; past its requests
+        stand requests without tokens. So a graph that was captured for more rows or requests finds
+        padding there. Copies from another device do not wait for it.
+
         Raises:
-            ShapeError: more rows, requests or pages than there is room for; no buffer is touched.
-            ArgumentError: cache groups that differ from the pool's; no buffer is touched.
+            ShapeError: more rows, requests or pages than there is room for, or a non-causal block longer
+                than a row of lanes holds beside the window; no buffer is touched.
+            ArgumentError: cache groups that differ from the pool's, or a non-causal step without room
+                for draft tokens; no buffer is touched.
         """
+        self._inputs.check(batch)
+        self._window.check_block(batch)
         step = self._inputs.adopt(batch)
         window = self._window.build(step)
         return StepMetadata(
@@ -171,16 +185,17 @@ class _Inputs:
         self.query_start_loc = torch.zeros(max_requests + 1, dtype=torch.int32, device=device)
         self.seq_lens = torch.zeros(max_requests, dtype=torch.int32, device=device)
         self.replay_start = torch.zeros(max_requests, dtype=torch.int32, device=device)
+        self._tokens, self._requests = Extent(device), Extent(device)
+        self._columns = {name: Extent(device) for name in widths}
 
     def adopt(self, batch: StepBatch) -> StepBatch:
-        """Copy a step in; entries past its own are -1 in its tables and stale elsewhere."""
-        self._check(batch)
+        """Copy a checked step in, and put what an earlier, longer step left past it back to padding."""
         tokens, requests = batch.num_tokens, batch.num_requests
+        self._clear(batch)
         for name, table in batch.block_tables.items():
             own = self.tables[name][:requests]
             columns = min(table.shape[1], own.shape[1])
             own[:, :columns].copy_(table[:, :columns], non_blocking=True)
-            own[:, columns:].fill_(-1)
             self.slots[name][:tokens].copy_(batch.slot_mappings[name], non_blocking=True)
         replay = self.replay_start[:requests]
         if batch.replay_start is None:
@@ -197,7 +212,25 @@ class _Inputs:
             replay_start=replay,
         )
 
-    def _check(self, batch: StepBatch) -> None:
+    def _clear(self, batch: StepBatch) -> None:
+        requests = batch.num_requests
+        stale = self._tokens.stale(batch.num_tokens)
+        clear(stale, (self.positions, 0), *((slots, -1) for slots in self.slots.values()))
+        clear(
+            self._requests.stale(requests),
+            (self.seq_lens, 0),
+            (self.replay_start, 0),
+            *((table, -1) for table in self.tables.values()),
+        )
+        # The sums go on to the last request, at this step's total: no request past the step has tokens.
+        self.query_start_loc[requests + 1 :].fill_(batch.query_start_loc_cpu.tolist()[-1])
+        for name, table in batch.block_tables.items():
+            columns = self._columns[name].stale(min(table.shape[1], self.tables[name].shape[1]))
+            if columns.start < columns.stop:
+                self.tables[name][:requests, columns].fill_(-1)
+
+    def check(self, batch: StepBatch) -> None:
+        """Raise unless the step has this pool's groups and fits."""
         for what, groups in (
             ("block_tables", batch.block_tables),
             ("slot_mappings", batch.slot_mappings),
@@ -206,12 +239,7 @@ class _Inputs:
                 raise ArgumentError(
                     f"batch.{what}", sorted(groups), f"the pool's groups {sorted(self.tables)}"
                 )
-        for name, got, room in (
-            ("batch tokens", batch.num_tokens, self.max_tokens),
-            ("batch requests", batch.num_requests, self.max_requests),
-        ):
-            if got > room:
-                raise ShapeError(name, got, f"at most {room}", "make the builder larger")
+        check_room(batch, self.max_tokens, self.max_requests)
         for name, table in batch.block_tables.items():
             room = self.tables[name].shape[1]
             if table.shape[1] > room and name != RING:

@@ -75,6 +75,56 @@ def plan_prefill_chunks(
     return chunks
 
 
+@dataclass(frozen=True, slots=True)
+class WorkspaceRow:
+    """Where one query's keys lie in the gathered workspace of its chunk."""
+
+    indices: list[int]  # compressed entries, then window rows, oldest first; -1 = no entry
+    positions: list[int]  # token positions of the window rows, the last part of `indices`
+
+
+def workspace_row(
+    chunk: PrefillChunk,
+    topk: Sequence[int],
+    *,
+    request: int,
+    position: int,
+    seq_len: int,
+    query_len: int,
+    ratio: int,
+    window: int,
+    replay_start: int = 0,
+) -> WorkspaceRow:
+    """List of a prefill query over a workspace of gathered rows.
+
+    Request b of the chunk (counted from its first) owns `chunk.rows` rows: its compressed entries, then
+    from `chunk.compressed_rows` on the window rows of its last `gather_length` positions. The list is as
+    long as it counts: `min((position + 1) // ratio, len(topk))` entries, holes included, and the window.
+
+    Args:
+        chunk: the query's chunk.
+        topk: request-local compressed positions of the query, negative = none.
+        request: of the query, an index into the step's prefills.
+        position: of the query.
+        seq_len: tokens of the request after the step.
+        query_len: its query tokens.
+        ratio: of the layer, 0 for window only.
+        window: tokens, the query itself included.
+        replay_start: first position with window KV.
+    """
+    base = (request - chunk.first) * chunk.rows
+    visible = min((position + 1) // ratio, len(topk)) if ratio else 0
+    entries = [
+        base + entry if 0 <= entry < chunk.compressed_rows else -1
+        for entry in topk[: max(visible, 0)]
+    ]
+    gathered = seq_len - gather_length(seq_len, query_len, window, replay_start)
+    first = max(position - window + 1, 0, gathered)
+    positions = list(range(first, position + 1))
+    shift = base + chunk.compressed_rows - gathered
+    return WorkspaceRow(entries + [shift + at for at in positions], positions)
+
+
 def replay_start(hit_tokens: int, replay_tokens: int = REPLAY_TOKENS) -> int:
     """First position to recompute after a prefix hit, so that the window caches are filled again."""
     check_at_least("hit_tokens", hit_tokens, 0)

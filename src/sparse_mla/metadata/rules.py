@@ -142,10 +142,14 @@ def fill_compressed_slots(
 ) -> None:
     """Slot of the entry that each row closes, -1 for every other row.
 
-    Token p closes entry `p // ratio` if `(p + 1) % ratio == 0`; a token without a slot closes none.
+    Token p closes entry `p // ratio` if `(p + 1) % ratio == 0`; a token without a slot closes none. At
+    ratio 1 every token closes the entry in its own slot.
     """
-    if ratio == 1 or not table.numel():
+    if ratio == 1:
         slots.copy_(token_slots)
+        return
+    if not table.numel():
+        slots.fill_(-1)
         return
     position = rows.positions.clamp_min(0)
     entry = torch.div(position, ratio, rounding_mode="floor")
@@ -168,9 +172,9 @@ def fill_topk_slots(
     """Cache slots of request-local positions, lane by lane, and the lengths of the lists.
 
     A position that is negative, past the table, past the row's visible entries, or on a page that the
-    request does not have gives -1 and reads nothing out of range. The length is the index of the last
-    valid lane plus one (valid entries form a prefix unless a page is missing), 0 for rows that are no
-    token.
+    request does not have gives -1 and reads nothing out of range; so does every position of a row whose
+    request is not in the table. The length is the index of the last valid lane plus one (valid entries
+    form a prefix unless a page is missing), 0 for rows that are no token.
     """
     width = topk.positions.shape[1]
     if not topk.table.numel() or not width:
@@ -188,10 +192,12 @@ def fill_topk_slots(
 
 def _slots(table: Tensor, request: Tensor, position: Tensor, page_rows: int) -> Tensor:
     """int64 slots of positions [T, n] in the tables of requests [T]; -1 where there is none."""
-    columns = table.shape[1]
+    requests, columns = table.shape
     page = torch.div(position, page_rows, rounding_mode="floor").long()
-    inside = (position >= 0) & (page < columns)
-    block = table[request[:, None], page.clamp(0, columns - 1)].long()
+    known = (request >= 0) & (request < requests)
+    inside = known[:, None] & (position >= 0) & (page < columns)
+    row = request.clamp(0, requests - 1)[:, None]
+    block = table[row, page.clamp(0, columns - 1)].long()
     slot = block * page_rows + (position - page * page_rows)
     return torch.where(inside & (block >= 0), slot, -1)
 

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from sparse_mla._checks import check_at_least
 from sparse_mla.config.model import ModelConfig
-from sparse_mla.errors import ArgumentError, ShapeError
+from sparse_mla.errors import ArgumentError, DeviceError, ShapeError
 from sparse_mla.metadata.batch import StepBatch
+from sparse_mla.metadata.extent import Extent, clear
 from sparse_mla.metadata.rules import TORCH_RULES, MetadataRules, Rows, WindowSpans
 
 WINDOW = "window"
@@ -151,21 +152,28 @@ class SparseSWAMetadataBuilder:
         self._positions = filled(0, max_tokens)
         self._is_valid = torch.zeros(max_tokens, dtype=torch.bool, device=device)
         self._no_replay = filled(0, max_requests)
+        self._extent = Extent(device)
 
     def build(self, batch: StepBatch) -> SparseSWAMetadata:
         """Window metadata of a step.
 
+        In the buffers, rows past the step have length 0, are no tokens and belong to request 0; their
+        indices are whatever an earlier step left.
+
         Raises:
-            ShapeError: more rows or requests than the builder has room for; no buffer is touched.
-            ArgumentError: a non-causal step, but the builder was made without draft tokens.
+            ShapeError, ArgumentError, DeviceError: as `check`; no buffer is touched.
         """
-        self._check(batch)
+        self.check(batch)
         tokens, requests = batch.num_tokens, batch.num_requests
         width = self.window if batch.causal else dspark_width(self.window, self.num_spec_tokens)
         rows = Rows(self._requests[:tokens], self._positions[:tokens], self._is_valid[:tokens])
         indices, lengths = self._indices[:tokens, :width], self._lengths[:tokens]
         slots, table = batch.slot_mappings[WINDOW], batch.block_tables[WINDOW]
         replay = self._no_replay[:requests] if batch.replay_start is None else batch.replay_start
+        clear(
+            self._extent.stale(tokens),
+            (self._lengths, 0), (self._is_valid, 0), (self._requests, 0), (self._positions, 0),
+        )  # fmt: skip
         self._rules.fill_rows(rows, batch.query_start_loc, batch.seq_lens, slots)
         spans = WindowSpans(
             window=self.window,
@@ -196,15 +204,50 @@ class SparseSWAMetadataBuilder:
             max_decode_query_len=min(batch.max_query_len, 1 + self.num_spec_tokens),
         )
 
-    def _check(self, batch: StepBatch) -> None:
-        for name, got, room in (
-            ("batch tokens", batch.num_tokens, self.max_tokens),
-            ("batch requests", batch.num_requests, self.max_requests),
+    def check(self, batch: StepBatch) -> None:
+        """Raise unless the builder can build this step.
+
+        Raises:
+            ShapeError: more rows or requests than there is room for, or a non-causal block that is longer
+                than a row of lanes holds beside the window.
+            ArgumentError: a non-causal step, but the builder was made without draft tokens; or a batch
+                without the window group.
+            DeviceError: a batch on another device than the buffers.
+        """
+        check_room(batch, self.max_tokens, self.max_requests)
+        for name, groups in (
+            ("batch.slot_mappings", batch.slot_mappings),
+            ("batch.block_tables", batch.block_tables),
         ):
-            if got > room:
-                raise ShapeError(name, got, f"at most {room}", "make the builder larger")
-        if not batch.causal and not self.num_spec_tokens:
+            if WINDOW not in groups:
+                raise ArgumentError(name, sorted(groups), f"one of group {WINDOW!r} among them")
+        if batch.device != self._lengths.device:
+            raise DeviceError("batch", f"device {batch.device}", f"device {self._lengths.device}")
+        self.check_block(batch)
+
+    def check_block(self, batch: StepBatch) -> None:
+        """The part of `check` that concerns non-causal steps."""
+        if batch.causal:
+            return
+        if not self.num_spec_tokens:
             raise ArgumentError(
                 "batch.causal", False, "True for a builder with num_spec_tokens=0",
                 "non-causal rows are a DSpark block's; pass its num_spec_tokens to the builder",
             )  # fmt: skip
+        longest = dspark_width(self.window, self.num_spec_tokens) - self.window
+        if batch.max_query_len > longest:
+            raise ShapeError(
+                "batch.max_query_len", batch.max_query_len,
+                f"at most {longest} for a non-causal step, whose rows list the window and the block",
+                f"the builder was made with num_spec_tokens={self.num_spec_tokens}",
+            )  # fmt: skip
+
+
+def check_room(batch: StepBatch, max_tokens: int, max_requests: int) -> None:
+    """Raise `ShapeError` if the step has more rows or requests than there is room for."""
+    for name, got, room in (
+        ("batch tokens", batch.num_tokens, max_tokens),
+        ("batch requests", batch.num_requests, max_requests),
+    ):
+        if got > room:
+            raise ShapeError(name, got, f"at most {room}", "make the builder larger")
