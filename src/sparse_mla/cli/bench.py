@@ -1,0 +1,4 @@
+"""bench."""
+import typer
+def register(app: typer.Typer) -> None:
+    """Nothing."""

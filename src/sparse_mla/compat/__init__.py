@@ -1,0 +1,1 @@
+"""Entry points of other libraries, answered by this one."""

@@ -1,0 +1,1 @@
+"""A small engine: request lists, continuous batching, runs."""
