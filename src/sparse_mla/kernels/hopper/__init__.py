@@ -1,0 +1,1 @@
+"""Kernels tuned for Hopper (SM90), CUDA C++ compiled at first use."""

@@ -1,0 +1,218 @@
+"""Attention on Hopper: one launch, everything fused, for any number of heads in blocks of 64.
+
+Rounding: the query is rotated in float32 and rounded to bf16, then held as f16; keys are widened to f16, exactly
+within f16's range; logits and sums are float32; weights are rounded to f16; the output is rounded once,
+after the inverse rotation. f16 saturates: query values at +-65504; ue8m0 block scales above 2**7 read as
+2**7 (such a block holds values above 28,672); values below 2**-24 vanish.
+
+Rows are shared out over clusters when there are few of them; the merge has a fixed order, so repeats are
+bitwise equal. With a batch-invariant plan no row is shared out.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+
+import torch
+from torch import Tensor
+
+from sparse_mla.errors import UnsupportedError
+from sparse_mla.kernels.contract import HEAD_DIM, AttendCall, AttendOut, KeySet, Layout
+from sparse_mla.kernels.hopper.build import RECORDS, Variant, function, launch
+
+HEADS_OF_A_CTA = 64
+TILE_KEYS = 64
+CLUSTERS_OF_132 = {8: 15, 4: 30, 2: 66}
+"""Clusters of each size that are resident together on 132 multiprocessors (measured, H200)."""
+MAX_CACHE_BYTES = 2**35
+"""Offsets of scales are 32-bit numbers of 8-byte units."""
+
+
+class _KeyArgs(ctypes.Structure):
+    _fields_ = [
+        ("pages", ctypes.c_void_p),
+        ("indices", ctypes.c_void_p),
+        ("lengths", ctypes.c_void_p),
+        ("indices_stride", ctypes.c_int64),
+        ("page_stride", ctypes.c_int64),
+        ("scale_base", ctypes.c_int64),
+        ("width", ctypes.c_uint32),
+        ("num_slots", ctypes.c_uint32),
+        ("page_rows", ctypes.c_uint32),
+        ("page_mul", ctypes.c_uint32),
+        ("page_shift", ctypes.c_uint32),
+        ("pad", ctypes.c_uint32),
+    ]
+
+
+class _Args(ctypes.Structure):
+    _fields_ = [
+        ("a", _KeyArgs),
+        ("b", _KeyArgs),
+        ("q", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+        ("scales", ctypes.c_void_p),
+        ("lse", ctypes.c_void_p),
+        ("max_logits", ctypes.c_void_p),
+        ("sink", ctypes.c_void_p),
+        ("positions", ctypes.c_void_p),
+        ("rope", ctypes.c_void_p),
+        ("q_token_stride", ctypes.c_int64),
+        ("q_head_stride", ctypes.c_int64),
+        ("scale_stride", ctypes.c_int64),
+        ("tokens", ctypes.c_int),
+        ("heads", ctypes.c_int),
+        ("head_blocks", ctypes.c_int),
+        ("heads_per_group", ctypes.c_int),
+        ("position_step", ctypes.c_int),
+        ("rope_rows", ctypes.c_int),
+        ("rotate_query", ctypes.c_int),
+        ("unrotate_output", ctypes.c_int),
+        ("query_chunked", ctypes.c_int),
+        ("scale", ctypes.c_float),
+    ]
+
+
+def attend(call: AttendCall, out: AttendOut) -> None:
+    """Fill `out`; nothing is allocated unless q is not 16-byte aligned (it is copied then).
+
+    Raises:
+        UnsupportedError: the call has something that this kernel does not read; every reason is named.
+    """
+    if call.num_tokens == 0 or call.num_heads == 0:
+        return
+    reasons = refusals(call)
+    if reasons:
+        raise UnsupportedError("this call of the Hopper kernel", reasons)
+    device = call.q.device
+    index = torch.cuda.current_device() if device.index is None else device.index
+    head_blocks = -(-call.num_heads // HEADS_OF_A_CTA)
+    items = call.num_tokens * head_blocks
+    sms = _multiprocessors(index)
+    invariant = call.plan is not None and call.plan.batch_invariant
+    splits = 1 if invariant else choose_splits(items, _tiles(call), sms)
+    variant = Variant(
+        window=call.window.cache.record,
+        compressed=(call.compressed or call.window).cache.record,
+        splits=splits,
+        fp8_output=out.is_fp8,
+        out_chunked=out.layout is Layout.CHUNK_INTERLEAVED,
+        with_max=out.max_logits is not None,
+    )
+    q = _readable_query(call)
+    arguments = _arguments(call, out, q, head_blocks)
+    address = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
+    with torch.cuda.device(index):
+        kernel = function(variant, index)
+        ctas = items * splits if splits > 1 else min(items, sms)
+        stream = torch.cuda.current_stream().cuda_stream
+        launch(kernel, ctypes.addressof(address), ctas, splits, stream)
+
+
+def refusals(call: AttendCall) -> list[str]:
+    """Every reason why this kernel cannot run the call; empty = it can."""
+    reasons = []
+    if not 0 < call.scale < float("inf"):
+        reasons.append(f"scale: got {call.scale}; allowed: a positive number")
+    for name, keys in (("window", call.window), ("compressed", call.compressed)):
+        if keys is None:
+            continue
+        cache = keys.cache
+        if cache.record not in RECORDS:
+            known = ", ".join(record.name for record in RECORDS)
+            reasons.append(f"{name} record: got {cache.record.name}; allowed: {known}")
+        if cache.num_pages * cache.page_stride_bytes > MAX_CACHE_BYTES:
+            reasons.append(f"{name} cache: got more than 32 GiB; allowed: at most 32 GiB")
+    return reasons
+
+
+def choose_splits(items: int, tiles: int, multiprocessors: int) -> int:
+    """CTAs that share one row: the largest cluster of which all rows are resident at once."""
+    for splits, clusters in CLUSTERS_OF_132.items():
+        if splits <= tiles and items * 132 <= clusters * multiprocessors:
+            return splits
+    return 1
+
+
+def _tiles(call: AttendCall) -> int:
+    sets = [call.window] + ([call.compressed] if call.compressed is not None else [])
+    return max(1, sum(-(-keys.width // TILE_KEYS) for keys in sets))
+
+
+@functools.cache
+def _multiprocessors(index: int) -> int:
+    return torch.cuda.get_device_properties(index).multi_processor_count
+
+
+def _readable_query(call: AttendCall) -> Tensor:
+    q = call.q
+    aligned = q.data_ptr() % 16 == 0 and q.stride(0) % 8 == 0 and q.stride(1) % 8 == 0
+    if call.query_layout is Layout.CHUNK_INTERLEAVED:
+        aligned &= q.shape[1] == 1 or q.stride(1) == HEAD_DIM
+    return q if aligned else q.contiguous()
+
+
+def _arguments(call: AttendCall, out: AttendOut, q: Tensor, head_blocks: int) -> _Args:
+    positions, rope = call.positions, call.rope
+    wide = positions is not None and positions.dtype is torch.int64
+    return _Args(
+        a=_key_arguments(call.window, q),
+        b=_key_arguments(call.compressed, q),
+        q=q.data_ptr(),
+        out=out.data.data_ptr(),
+        scales=_pointer(out.scales),
+        lse=_pointer(out.lse),
+        max_logits=_pointer(out.max_logits),
+        sink=_pointer(call.sink),
+        positions=_pointer(positions),
+        rope=_pointer(rope),
+        q_token_stride=q.stride(0) * 2,
+        q_head_stride=q.stride(1) * 2,
+        scale_stride=0 if out.scales is None else max(1, out.scales.stride(2)),
+        tokens=call.num_tokens,
+        heads=call.num_heads,
+        head_blocks=head_blocks,
+        heads_per_group=out.heads_per_group,
+        position_step=2 if wide else 1,
+        rope_rows=0 if rope is None else rope.shape[0],
+        rotate_query=call.rotate_query,
+        unrotate_output=call.unrotate_output,
+        query_chunked=call.query_layout is Layout.CHUNK_INTERLEAVED,
+        scale=call.scale,
+    )
+
+
+def _key_arguments(keys: KeySet | None, readable: Tensor) -> _KeyArgs:
+    if keys is None or keys.width == 0 or keys.cache.num_slots == 0:
+        return _KeyArgs(pages=readable.data_ptr(), page_rows=1)
+    cache = keys.cache
+    mul, shift = division(cache.page_rows)
+    return _KeyArgs(
+        pages=cache.pages.data_ptr(),
+        indices=keys.indices.data_ptr(),
+        lengths=_pointer(keys.lengths),
+        indices_stride=keys.indices.stride(0),
+        page_stride=cache.page_stride_bytes,
+        scale_base=cache.record.scale_base(cache.page_rows),
+        width=keys.width,
+        num_slots=min(cache.num_slots, 2**31 - 1),
+        page_rows=cache.page_rows,
+        page_mul=mul,
+        page_shift=shift,
+    )
+
+
+def division(divisor: int) -> tuple[int, int]:
+    """(mul, shift) with n // divisor == (n * mul >> 32) >> shift for 0 <= n < 2**31; (0, 0) for 1.
+
+    With l = ceil(log2 divisor), mul = ceil(2**(31+l) / divisor) errs by less than 2**(31+l) / 2**31.
+    """
+    if divisor == 1:
+        return 0, 0
+    log = (divisor - 1).bit_length()
+    return -(-(2 ** (31 + log)) // divisor), log - 1
+
+
+def _pointer(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()

@@ -1,0 +1,149 @@
+"""Compiles the CUDA source with NVRTC, once for each variant, and keeps the binaries on disk."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sparse_mla.cache.records import MXFP8, MXFP8_PLANAR, NVFP4, NVFP4_PLANAR, V4, RecordFormat
+from sparse_mla.errors import UnsupportedError
+from sparse_mla.settings import settings
+
+ARCHITECTURE = "sm_90a"
+SOURCE_FOLDER = Path(__file__).parent
+ENTRY = b"attend"
+SHARED_BYTES = 231_680
+"""Dynamic shared memory of a CTA; the source states the same number in its budget."""
+
+_KINDS = {MXFP8: 0, MXFP8_PLANAR: 0, NVFP4: 1, NVFP4_PLANAR: 1, V4: 2}
+RECORDS = tuple(_KINDS)
+"""Records that the kernel reads."""
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """What the source is specialised for; every size of a call stays a run-time value."""
+
+    window: RecordFormat
+    compressed: RecordFormat
+    splits: int  # CTAs of a cluster that share one row: 1, 2, 4 or 8
+    fp8_output: bool
+    out_chunked: bool  # chunk-interleaved output
+    with_max: bool  # keeps the true maximum for `max_logits`
+
+    def macros(self) -> dict[str, int]:
+        """Macros of the source, see its head."""
+        sets = {"A": self.window, "B": self.compressed}
+        values = {"SPLITS": self.splits, "FP8_OUTPUT": self.fp8_output, "WITH_MAX": self.with_max}
+        values["OUT_CHUNKED"] = self.out_chunked
+        for letter, record in sets.items():
+            values[f"{letter}_KIND"] = _KINDS[record]
+            values[f"{letter}_ROW_UNITS"] = record.data_stride // 16
+            values[f"{letter}_SCALE_STRIDE"] = record.scale_stride
+        return {name: int(value) for name, value in values.items()}
+
+
+def source() -> str:
+    """The whole translation unit, headers inlined."""
+    text = (SOURCE_FOLDER / "attend.cu").read_text()
+    header = (SOURCE_FOLDER / "wgmma.cuh").read_text().replace("#pragma once", "")
+    return text.replace('#include "wgmma.cuh"', header)
+
+
+def binary(variant: Variant) -> bytes:
+    """The cubin of a variant, from the cache folder if it is there."""
+    from cuda.bindings import nvrtc
+
+    _, major, minor = nvrtc.nvrtcVersion()
+    options = [f"--gpu-architecture={ARCHITECTURE}", "--std=c++17"]
+    options += [f"-D{name}={value}" for name, value in sorted(variant.macros().items())]
+    text = source()
+    key = hashlib.sha256(f"{major}.{minor} {options} {text}".encode()).hexdigest()
+    path = settings().cache_dir / f"hopper_attend_{key[:32]}.cubin"
+    if path.is_file():
+        return path.read_bytes()
+    code = compile_source(text, options)
+    _store(path, code)
+    return code
+
+
+def compile_source(text: str, options: list[str]) -> bytes:
+    """Compile with NVRTC to a cubin.
+
+    Raises:
+        UnsupportedError: NVRTC refused; the message holds its log.
+    """
+    from cuda.bindings import nvrtc
+
+    _, program = nvrtc.nvrtcCreateProgram(text.encode(), b"attend.cu", 0, [], [])
+    encoded = [option.encode() for option in options]
+    (status,) = nvrtc.nvrtcCompileProgram(program, len(encoded), encoded)
+    if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+        _, size = nvrtc.nvrtcGetProgramLogSize(program)
+        log = b" " * size
+        nvrtc.nvrtcGetProgramLog(program, log)
+        raise UnsupportedError("compiling the Hopper kernel", [log.decode(errors="replace")])
+    _, size = nvrtc.nvrtcGetCUBINSize(program)
+    code = b" " * size
+    nvrtc.nvrtcGetCUBIN(program, code)
+    nvrtc.nvrtcDestroyProgram(program)
+    return bytes(code)
+
+
+@functools.cache
+def function(variant: Variant, device_index: int) -> int:
+    """The loaded kernel on one device, as an address that a launch takes."""
+    from cuda.bindings import driver
+
+    with torch.cuda.device(device_index):
+        torch.cuda.current_stream().synchronize()  # makes the context current; first use only
+        module = _checked(driver.cuModuleLoadData(binary(variant)))
+        kernel = _checked(driver.cuModuleGetFunction(module, ENTRY))
+        attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        _checked(driver.cuFuncSetAttribute(kernel, attribute, SHARED_BYTES))
+    return int(kernel)
+
+
+def launch(kernel: int, arguments: int, ctas: int, splits: int, stream: int) -> None:
+    """Launch on a stream. `arguments`: address of the array of parameter addresses."""
+    from cuda.bindings import driver
+
+    config = driver.CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ = ctas, 1, 1
+    config.blockDimX, config.blockDimY, config.blockDimZ = 512, 1, 1
+    config.sharedMemBytes = SHARED_BYTES
+    config.hStream = stream
+    if splits > 1:
+        cluster = driver.CUlaunchAttribute()
+        cluster.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+        cluster.value.clusterDim.x, cluster.value.clusterDim.y, cluster.value.clusterDim.z = (
+            splits,
+            1,
+            1,
+        )
+        config.attrs = [cluster]
+        config.numAttrs = 1
+    _checked(driver.cuLaunchKernelEx(config, driver.CUfunction(kernel), arguments, 0))
+
+
+def _checked(result: tuple[Any, ...]) -> Any:
+    """The value of a (status, value?) pair of cuda-bindings, or an error that names the status."""
+    status = result[0]
+    if int(status) != 0:
+        raise RuntimeError(f"CUDA driver: {status!r}")
+    return result[1] if len(result) > 1 else None
+
+
+def _store(path: Path, code: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent)
+    with os.fdopen(handle, "wb") as file:
+        file.write(code)
+    Path(name).replace(path)

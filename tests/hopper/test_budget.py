@@ -1,0 +1,97 @@
+"""The Hopper kernel compiles for sm_90a and keeps the budget at the head of its source. No GPU needed."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from sparse_mla.cache.records import MXFP8, MXFP8_PLANAR, NVFP4, V4
+from sparse_mla.kernels.hopper import build
+from sparse_mla.kernels.hopper.build import SHARED_BYTES, Variant, source
+
+NVCC = shutil.which("nvcc")
+MAX_SPILL_BYTES = 320
+REGISTERS_AT_ENTRY = 128  # 65,536 registers over 512 threads
+VARIANTS = {
+    "mxfp8": Variant(MXFP8, MXFP8, 1, True, False, False),
+    "mxfp8 split": Variant(MXFP8, MXFP8, 8, True, False, True),
+    "nvfp4": Variant(MXFP8, NVFP4, 1, True, False, False),
+    "v4 bf16": Variant(V4, V4, 1, False, False, False),
+    "planar chunked": Variant(MXFP8_PLANAR, MXFP8_PLANAR, 2, True, True, False),
+}
+
+
+@pytest.fixture(scope="module", params=list(VARIANTS), ids=list(VARIANTS))
+def report(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """What ptxas says about one variant."""
+    if NVCC is None:
+        pytest.skip("nvcc is not installed: the budget cannot be checked here")
+    folder: Path = tmp_path_factory.mktemp("hopper")
+    path = folder / "attend.cu"
+    path.write_text(source())
+    macros = [f"-D{name}={value}" for name, value in VARIANTS[request.param].macros().items()]
+    target = "-gencode=arch=compute_90a,code=sm_90a"
+    command = [NVCC, target, "-std=c++17", "-cubin", "-Xptxas", "-v", *macros]
+    done = subprocess.run(
+        [*command, "-o", str(folder / "attend.cubin"), str(path)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    text = done.stdout + done.stderr
+    if "Unsupported gpu architecture" in text:
+        pytest.skip("this nvcc does not know sm_90a")
+    assert done.returncode == 0, text
+    return text
+
+
+def test_registers_and_spills(report: str) -> None:
+    used = re.search(r"Used (\d+) registers", report)
+    spills = re.search(r"(\d+) bytes spill stores", report)
+    assert used is not None
+    assert spills is not None
+    assert int(used[1]) <= REGISTERS_AT_ENTRY
+    assert int(spills[1]) <= MAX_SPILL_BYTES, report
+
+
+def test_products_are_not_serialised(report: str) -> None:
+    assert "Potential Performance Loss" not in report
+
+
+def test_source_states_the_shared_memory_that_the_launch_asks_for() -> None:
+    text = source()
+    assert f"static_assert(SHARED_BYTES == {SHARED_BYTES}," in text
+    assert f"shared memory {SHARED_BYTES:,} bytes" in text
+    assert SHARED_BYTES <= 232_448
+
+
+def test_register_split_fits_the_register_file() -> None:
+    text = source()
+    consumers = int(re.search(r"#define CONSUMER_REGISTERS (\d+)", text)[1])  # type: ignore[index]
+    producers = int(re.search(r"#define PRODUCER_REGISTERS (\d+)", text)[1])  # type: ignore[index]
+    assert 2 * 128 * (consumers + producers) <= 65_536
+    assert consumers % 8 == producers % 8 == 0
+
+
+def test_macros_follow_the_records() -> None:
+    macros = Variant(MXFP8, NVFP4, 1, True, False, False).macros()
+    assert macros["A_ROW_UNITS"] * 16 == MXFP8.row_bytes
+    assert macros["B_ROW_UNITS"] * 16 == NVFP4.row_bytes
+    assert macros["A_KIND"] != macros["B_KIND"]
+    planar = Variant(MXFP8_PLANAR, V4, 1, True, False, False).macros()
+    assert planar["A_ROW_UNITS"] * 16 == MXFP8_PLANAR.data_bytes
+    assert planar["B_SCALE_STRIDE"] == V4.scale_bytes
+
+
+def test_every_kv_record_is_read() -> None:
+    assert {record.name for record in build.RECORDS} == {
+        "v4",
+        "mxfp8",
+        "mxfp8_planar",
+        "nvfp4",
+        "nvfp4_planar",
+    }

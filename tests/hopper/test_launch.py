@@ -1,0 +1,64 @@
+"""The host side of the Hopper kernel: splits, division, refusals. No GPU needed."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from sparse_mla.cache.records import INDEX_FP8
+from sparse_mla.errors import UnsupportedError
+from sparse_mla.kernels.hopper import attend as hopper
+from sparse_mla.testing.inputs import make_problem
+
+
+@pytest.mark.parametrize("divisor", [1, 2, 3, 5, 7, 31, 32, 33, 48, 64, 100, 127, 256, 12_345])
+def test_division_by_multiplication(divisor: int) -> None:
+    mul, shift = hopper.division(divisor)
+    draw = random.Random(divisor)
+    values = [draw.randrange(2**31) for _ in range(500)]
+    values += [0, divisor - 1, divisor, 2 * divisor - 1, 2**31 - 1]
+    for value in values:
+        got = value if divisor == 1 else (value * mul >> 32) >> shift
+        assert got == value // divisor
+    assert mul < 2**32
+    assert (mul == 0) == (divisor == 1)
+
+
+@pytest.mark.parametrize(
+    ("items", "tiles", "splits"),
+    [
+        *((1, 10, 8), (15, 10, 8), (16, 10, 4), (30, 10, 4), (31, 10, 2), (66, 10, 2)),
+        *((67, 10, 1), (1, 1, 1), (1, 2, 2), (1, 3, 2), (1, 7, 4), (70_000, 10, 1)),
+    ],
+)
+def test_splits_keep_every_cluster_resident(items: int, tiles: int, splits: int) -> None:
+    assert hopper.choose_splits(items, tiles, 132) == splits
+
+
+def test_fewer_multiprocessors_split_less() -> None:
+    assert hopper.choose_splits(15, 10, 78) == 4
+    assert hopper.choose_splits(40, 10, 78) == 1
+
+
+def test_refusals_name_what_is_wrong() -> None:
+    call = make_problem(tokens=1, heads=64, window_keys=4, compressed_keys=4).call()
+    assert hopper.refusals(call) == []
+    assert "scale: got 0.0" in hopper.refusals(replace(call, scale=0.0))[0]
+    cache = replace(call.window.cache, record=INDEX_FP8)
+    wrong = replace(call, window=replace(call.window, cache=cache))
+    assert "window record: got index_fp8; allowed: mxfp8" in hopper.refusals(wrong)[0]
+
+
+def test_a_refused_call_raises_before_anything_is_written() -> None:
+    problem = make_problem(tokens=1, heads=64, window_keys=4, compressed_keys=4)
+    out = problem.allocate_out()
+    with pytest.raises(UnsupportedError, match="scale: got -1.0; allowed: a positive number"):
+        hopper.attend(replace(problem.call(), scale=-1.0), out)
+    assert bool(out.data.isnan().all())
+
+
+def test_no_tokens_is_no_launch() -> None:
+    problem = make_problem(tokens=0, heads=64, window_keys=4, compressed_keys=4)
+    hopper.attend(problem.call(), problem.allocate_out())
