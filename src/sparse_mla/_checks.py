@@ -30,8 +30,7 @@ def check_tensor(
         raise ArgumentError(name, type(tensor).__name__, "a torch.Tensor", "pass a tensor")
     wanted = "[" + ", ".join(str(size) for size in shape) + "]"
     fits = tensor.dim() == len(shape) and all(
-        isinstance(size, str) or size == got
-        for size, got in zip(shape, tensor.shape, strict=True)
+        isinstance(size, str) or size == got for size, got in zip(shape, tensor.shape, strict=True)
     )
     if not fits:
         raise ShapeError(name, f"shape {list(tensor.shape)}", f"shape {wanted}")

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from sparse_mla.backends.select import load_kernel
+from sparse_mla.backends.declarations import KERNEL_BACKENDS
+from sparse_mla.backends.select import DeviceInfo
 from sparse_mla.errors import UnsupportedError
 from sparse_mla.kernels.contract import AttendCall, AttendOut, Layout
 from sparse_mla.testing.cases import Case, attend_with, run_case
@@ -57,6 +58,18 @@ class Body:
             pytest.skip(f"declared refusal: {error}")
 
 
+def skip_unless_here(backend: str, device: str) -> None:
+    """Skip with the reasons by which the backend's own declaration refuses this machine."""
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip(f"{backend}: needs a CUDA device")
+    declaration = next(body for body in KERNEL_BACKENDS if body.name == backend)
+    reasons = declaration.device_refusals(DeviceInfo.detect(device))
+    if not declaration.has_kernel("attend"):
+        reasons.append("it has no attend kernel")
+    if reasons:
+        pytest.skip(f"{backend}: {'; '.join(reasons)}")
+
+
 BODIES = [
     pytest.param(Body("torch", "cpu"), id="torch"),
     pytest.param(Body("torch", "cuda"), id="torch-cuda", marks=pytest.mark.gpu),
@@ -69,16 +82,16 @@ BODIES = [
 def body(request: pytest.FixtureRequest) -> Body:
     """Each kernel body that this machine has."""
     chosen: Body = request.param
-    if chosen.device == "cuda":
-        if not torch.cuda.is_available():
-            pytest.skip("needs a CUDA device")
-        if chosen.name == "hopper" and torch.cuda.get_device_capability() != (9, 0):
-            pytest.skip("needs an SM90 GPU")
-        try:
-            load_kernel(chosen.name, "attend")
-        except ModuleNotFoundError as error:
-            pytest.skip(f"body not there: {error}")
+    skip_unless_here(chosen.name, chosen.device)
     return chosen
+
+
+@pytest.fixture(params=["triton", "hopper"])
+def gpu_backend(request: pytest.FixtureRequest) -> str:
+    """The name of each GPU body that this machine has."""
+    skip_unless_here(request.param, "cuda")
+    name: str = request.param
+    return name
 
 
 @pytest.fixture(autouse=True)

@@ -30,6 +30,7 @@ def rows_of(record, n=64):
     rows = torch.randn(n, record.dim, generator=generator) * exponents.exp2()
     rows[1, 3], rows[2, 70], rows[3] = math.nan, math.inf, 0.0
     rows[4, ::2] = -0.0
+    rows[5, -3] = torch.tensor(-1, dtype=torch.int32).view(torch.float32)  # a NaN with its sign set
     return rows
 
 

@@ -14,13 +14,12 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 if torch.cuda.is_available():
+    pytest.importorskip("triton")
     from sparse_mla.kernels.triton import attend as body
     from sparse_mla.kernels.triton.attend_kernel import attend_kernel
     from sparse_mla.kernels.triton.configs import attend_config
     from sparse_mla.kernels.triton.launch import device_facts
 
-PRECISION = replace(TENSOR_CORE_BODY, max_code_share=0.06)
-"""Rows here have few keys, so the rounding of a probability weighs more than in long lists."""
 TRAPS = {
     "hole_probability": 0.15,
     "beyond_probability": 0.1,
@@ -56,7 +55,7 @@ def test_heads(heads: int, splits: int, like_tokens: int) -> None:
     problem = make_problem(tokens=5, heads=heads, window_keys=128, compressed_keys=200, **TRAPS)
     for fp8 in (False, True):
         call, out = run(problem, fp8, splits, like_tokens)
-        assert_matches_oracle(call, out, PRECISION)
+        assert_matches_oracle(call, out, TENSOR_CORE_BODY)
 
 
 @pytest.mark.parametrize("heads", [8, 64])
@@ -82,7 +81,7 @@ def test_records(window: str, compressed: str, heads: int) -> None:
     )
     for splits, like_tokens in ((1, 512), (3, 1)):
         call, out = run(problem, True, splits, like_tokens)
-        assert_matches_oracle(call, out, PRECISION)
+        assert_matches_oracle(call, out, TENSOR_CORE_BODY)
 
 
 @pytest.mark.parametrize("width", [0, 1, 63, 64, 65, 133, 640, 1152])
@@ -99,7 +98,7 @@ def test_list_widths_sinks_and_pages(width: int) -> None:
         **TRAPS,
     )
     call, out = run(problem, width % 2 == 0, 1 + width % 5)
-    assert_matches_oracle(call, out, PRECISION)
+    assert_matches_oracle(call, out, TENSOR_CORE_BODY)
 
 
 @pytest.mark.parametrize("tokens", [1, 8, 40])
@@ -145,7 +144,7 @@ def test_graph_replays_equal_eager_and_see_new_values() -> None:
         body.launch_attend(call, eager, launch)
         assert torch.equal(out.data, eager.data)
         assert torch.equal(out.scales, eager.scales)
-        assert_matches_oracle(call, out, PRECISION)
+        assert_matches_oracle(call, out, TENSOR_CORE_BODY)
 
 
 @pytest.mark.parametrize("record", ["mxfp8", "v4", "nvfp4_planar"])
@@ -181,7 +180,7 @@ def test_many_tokens(tokens: int) -> None:
     exact.data.copy_(out.data[rows])
     exact.lse.copy_(out.lse[rows])
     exact.max_logits.copy_(out.max_logits[rows])
-    assert_matches_oracle(some.call(), exact, PRECISION)
+    assert_matches_oracle(some.call(), exact, TENSOR_CORE_BODY)
     assert bool(torch.isfinite(out.data).all())
 
 

@@ -16,6 +16,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 if torch.cuda.is_available():
+    pytest.importorskip("triton")
     from sparse_mla.kernels.triton.gather import gather_rows
     from sparse_mla.kernels.triton.metadata import TRITON_RULES
     from sparse_mla.kernels.triton.write_compressed import write_compressed
@@ -51,16 +52,20 @@ def test_writers_are_byte_exact(record: RecordFormat, ratio: int) -> None:
     slots[::7] = -1
     positions = torch.randint(4096, (50,), generator=torch.Generator().manual_seed(9))
     rope = plain_rope_table(4096)
+    rows = latents(50)
+    negative_nan = torch.tensor(-1, dtype=torch.int16).view(torch.bfloat16)
+    rows[1, 5], rows[1, 40], rows[2, 70] = torch.nan, negative_nan, torch.inf
+    rows[3, 450], rows[3, 500], rows[4, 64:96] = negative_nan, -torch.inf, torch.nan
     caches = []
     for device in ("cuda", "cpu"):
         cache = cache_on(device, record)
         given = [x.to(device) for x in (slots, positions, rope)]
         if ratio:
             write = write_compressed if device == "cuda" else wanted_compressed
-            write(WriteCompressedCall(latents(50).to(device), cache, *given, ratio))
+            write(WriteCompressedCall(rows.to(device), cache, *given, ratio))
         else:
             write = write_window if device == "cuda" else wanted_window
-            write(WriteWindowCall(latents(50).to(device), cache, *given))
+            write(WriteWindowCall(rows.to(device), cache, *given))
         caches.append(storage(cache))
     assert torch.equal(*caches)
 

@@ -42,6 +42,12 @@ def test_fewer_multiprocessors_split_less() -> None:
     assert hopper.choose_splits(40, 10, 78) == 1
 
 
+def test_batch_invariant_calls_are_never_shared_out() -> None:
+    call = make_problem(tokens=1, heads=64, window_keys=128, compressed_keys=512).call()
+    assert hopper.splits_of(call, 132) == 8
+    assert hopper.splits_of(replace(call, batch_invariant=True), 132) == 1
+
+
 def test_refusals_name_what_is_wrong() -> None:
     call = make_problem(tokens=1, heads=64, window_keys=4, compressed_keys=4).call()
     assert hopper.refusals(call) == []

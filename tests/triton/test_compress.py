@@ -14,8 +14,8 @@ from sparse_mla.kernels.torch.rms_norm import rms_norm as wanted_norm
 
 pytest.importorskip("triton")
 
-from sparse_mla.kernels.triton.compress import compress  # noqa: E402
-from sparse_mla.kernels.triton.rms_norm import rms_norm  # noqa: E402
+from sparse_mla.kernels.triton.compress import compress
+from sparse_mla.kernels.triton.rms_norm import rms_norm
 
 DIM = 48
 CAPACITY = 8

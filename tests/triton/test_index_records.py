@@ -16,8 +16,8 @@ from sparse_mla.testing.inputs import plain_rope_table, poisoned_cache
 
 pytest.importorskip("triton")
 
-from sparse_mla.kernels.triton.prepare_index_queries import prepare_index_queries  # noqa: E402
-from sparse_mla.kernels.triton.write_index_keys import write_index_keys  # noqa: E402
+from sparse_mla.kernels.triton.prepare_index_queries import prepare_index_queries
+from sparse_mla.kernels.triton.write_index_keys import write_index_keys
 
 RECORDS = pytest.mark.parametrize("record", INDEX_RECORDS, ids=lambda record: record.name)
 ROPE = plain_rope_table(4096)

@@ -66,11 +66,20 @@ def test_values_encode_as_in_the_codec(which: str) -> None:
     assert torch.equal(apply(which, x, torch.uint8), getattr(codec, which)(x))
 
 
+def test_every_nan_is_one_code_and_infinities_saturate() -> None:
+    patterns = [0x7FC00000, 0xFFC00000, 0x7F800001, 0xFF800001, 0x7FFFFFFF, 0xFFFFFFFF]
+    nans = torch.tensor(patterns, dtype=torch.int64).to(torch.int32).view(torch.float32)
+    x = torch.cat((nans, torch.tensor([torch.inf, -torch.inf])))
+    got = apply("encode_e4m3", x, torch.uint8)
+    assert got.tolist() == [0x7F] * 6 + [0x7E, 0xFE]
+    assert torch.equal(got, codec.encode_e4m3(x))
+
+
 def test_scale_bytes_equal_the_codec() -> None:
     amax = floats().abs()
-    amax[:8] = torch.tensor([0.0, 1e-4, 0.875, 0.8751, 1.0, 3.5, 448.0, 448.5])
+    amax[:8] = torch.tensor([0.0, 1e-4, 0.875, 0.8751, 1.0, 3.5, 448.0, torch.inf])
     got = apply("ue8m0_byte", amax, torch.uint8)
-    assert got[:8].tolist() == [105, 105, 118, 119, 119, 120, 127, 128]
+    assert got[:8].tolist() == [105, 105, 118, 119, 119, 120, 127, 247]
     assert torch.equal(got, codec.ue8m0_byte(amax))
 
 

@@ -66,6 +66,27 @@ def test_queries_rotate_in_the_same_launch(in_place: bool) -> None:
 
 
 @RECORDS
+def test_nan_and_infinity_are_stored_as_the_codec_stores_them(record: RecordFormat) -> None:
+    mine, wanted = caches(record)
+    rows = latents(6)
+    negative_nan = torch.tensor(-1, dtype=torch.int16).view(torch.bfloat16)
+    rows[0, 5], rows[0, 40], rows[1, 70] = torch.nan, negative_nan, torch.inf
+    rows[2, 100:102] = torch.tensor([-torch.inf, torch.nan])
+    rows[3, 450], rows[3, 500], rows[4, 64:96] = negative_nan, torch.inf, torch.nan
+    slots, positions = torch.tensor([3, 20, 0, 7, 13, 1]), torch.tensor([0, 5, 127, 0, 9, 1000])
+    for cache, write in ((mine, write_window), (wanted, wanted_window)):
+        write(WriteWindowCall(rows, cache, slots, positions, ROPE))
+    assert torch.equal(whole_storage(mine), whole_storage(wanted))
+    data, scales = mine.read_rows(slots)
+    if record.value_bits == 8:
+        assert [data[0, 5], data[0, 40], data[1, 70]] == [0x7F, 0x7F, 0x7E]
+        assert not (data[:, : record.quantised_dims] == 0xFF).any()
+    else:
+        assert scales[0, [0, 2]].tolist() == [0x7F, 0x7F]
+        assert torch.all(data[0, :8] == 0)
+
+
+@RECORDS
 @pytest.mark.parametrize("ratio", [1, 2])
 def test_compressed_writer_is_byte_exact(record: RecordFormat, ratio: int) -> None:
     mine, wanted = caches(record)

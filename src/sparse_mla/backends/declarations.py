@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 import torch
 
 from sparse_mla.backends.problem import OPS, OUTPUTS, DeviceInfo, Problem
-from sparse_mla.cache.records import INDEX_RECORDS, KV_RECORDS
+from sparse_mla.cache.records import ATTEND_RECORDS, INDEX_RECORDS, KV_RECORDS
 from sparse_mla.errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 _KERNELS = Path(__file__).parents[1] / "kernels"
 _KV = tuple(record.name for record in KV_RECORDS)
+_WITH_BF16 = tuple(record.name for record in ATTEND_RECORDS)
 _INDEX = tuple(record.name for record in INDEX_RECORDS)
 
 
@@ -37,6 +38,7 @@ class Support:
     outputs: tuple[str, ...] = OUTPUTS
     dtypes: tuple[str, ...] = ("bfloat16",)
     max_heads: int = 128
+    query_norm: bool = False  # logits scaled per head and token
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +111,8 @@ class KernelBackend:
         for name, got, allowed in chosen:
             if got is not None and got not in allowed:
                 reasons.append(f"{name}: got {got}; allowed: {_listed(allowed)}")
+        if problem.query_norm and not table.query_norm:
+            reasons.append("query norm: got one; allowed: none (norm the query beforehand)")
         if not 1 <= problem.num_heads <= table.max_heads:
             reasons.append(f"heads: got {problem.num_heads}; allowed: 1 to {table.max_heads}")
         return reasons
@@ -129,12 +133,16 @@ TRITON = KernelBackend(
     min_capability=(8, 0),
     needs=("triton",),
 )
-TORCH = KernelBackend(name="torch", reason="plain PyTorch, runs on every device")
+_EVERYTHING = Support(window_records=_WITH_BF16, compressed_records=_WITH_BF16, query_norm=True)
+TORCH = KernelBackend(
+    name="torch", reason="plain PyTorch, runs on every device", supports=_EVERYTHING
+)
 REFERENCE = KernelBackend(
     name="reference",
     reason="float64 oracle",
     devices=("cpu",),
     automatic=False,
+    supports=_EVERYTHING,
 )
 KERNEL_BACKENDS = (HOPPER, TRITON, TORCH, REFERENCE)
 """In the order in which `auto` tries them."""

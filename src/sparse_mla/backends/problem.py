@@ -42,6 +42,7 @@ class Problem:
     output: str = "bf16"
     dtype: str = "bfloat16"  # of the query
     batch_invariant: bool = False
+    query_norm: bool = False  # each head's logits are divided by its query's root mean square
 
     def __post_init__(self) -> None:
         """Refuse ops and outputs that do not exist."""

@@ -6,7 +6,8 @@ Rounding is to nearest, ties to the even code; magnitudes above the largest code
 survives a result of zero (negative underflow and -0.0).
 
 Not-a-number and infinity. An infinity saturates like any large value. A NaN is ignored when its block's
-scale is chosen; in e4m3 records it becomes a NaN code of its own and its neighbours are stored as usual;
+scale is chosen; in e4m3 records it becomes code 0x7F whatever its sign and payload, which no arithmetic
+keeps on every device, and its neighbours are stored as usual; in bf16 dims it becomes 0x7FC0 likewise;
 in e2m1 records, whose codes have no NaN, the whole block decodes to NaN: its scale is NaN (byte 0x7F of an
 e4m3 scale, 0xFF of a ue8m0 scale) and its codes are zero. Other blocks and rows never notice.
 """
@@ -32,6 +33,7 @@ MXFP4_AMAX_FLOOR = 6.0 * 2.0**-126
 """The same floor of ue8m0-scaled e2m1 records."""
 UE8M0_NAN = 255
 E4M3_NAN = 0x7F
+BF16_NAN = 0x7FC0
 
 _CACHED_VALUES = 1 << 18
 """Values that a CPU decodes at a time: the intermediate words stay in its second-level cache."""
@@ -48,12 +50,13 @@ _MAGNITUDE_BITS = 0x7FFFFFFF
 def encode_e4m3(
     x: Tensor,  # float32, any shape
 ) -> Tensor:
-    """e4m3 codes, uint8 of `x`'s shape: nearest even, saturating at 448, NaN -> 0x7F or 0xFF."""
+    """e4m3 codes, uint8 of `x`'s shape: nearest even, saturating at 448, every NaN -> 0x7F."""
     bits = x.view(torch.int32)
     magnitude = bits & _MAGNITUDE_BITS
     nan = (_F32_INF_BITS - magnitude).bitwise_right_shift_(31)  # -1 for a NaN, else 0
     code = _round_magnitude(magnitude, _BITS_OF_448, mantissa_bits=3, bias=7)  # 0x7E for a NaN
-    code.sub_(nan).bitwise_or_((bits >> 24).bitwise_and_(0x80))
+    sign = (bits >> 24).bitwise_and_(0x80)
+    code.sub_(nan).bitwise_or_(sign.bitwise_and_(nan.bitwise_not_()))
     return code.to(torch.uint8)
 
 
@@ -214,7 +217,8 @@ def encode_rows(
         data = pack_nibbles(codes.view(n, record.quantised_dims))
     if record.tail_dims:
         tail = values[:, record.quantised_dims :].to(torch.bfloat16).contiguous()
-        data = torch.cat((data, tail.view(torch.uint8)), dim=1)
+        bits = tail.view(torch.int16).masked_fill(tail.isnan(), BF16_NAN)
+        data = torch.cat((data, bits.view(torch.uint8)), dim=1)
     padding = record.scale_bytes - scales.shape[1]
     return data, torch.nn.functional.pad(scales, (0, padding)) if padding else scales
 
@@ -269,14 +273,15 @@ def _decode_block(
     scales: Tensor,  # uint8 [n, scale_bytes]
     out: Tensor,  # bf16 or float32 [n, dim]
 ) -> None:
+    rows = data.shape[0]
     codes = data[:, : record.quantised_bytes]
     if record.value_format is ValueFormat.E4M3:
         codes = _reinterpret(codes, torch.uint16)
     index = codes.to(torch.int32).view(-1)
     words = _pair_table(record.value_format, data.device).index_select(0, index)
-    blocks = words.view(torch.float32).view(-1, record.scales_per_row, record.scale_block)
+    blocks = words.view(torch.float32).view(rows, record.scales_per_row, record.scale_block)
     blocks *= scale_values(record, scales).unsqueeze(-1)
-    out[:, : record.quantised_dims] = blocks.view(-1, record.quantised_dims)
+    out[:, : record.quantised_dims] = blocks.view(rows, record.quantised_dims)
     if record.tail_dims:
         tail = data[:, record.quantised_bytes :]
         out[:, record.quantised_dims :] = _reinterpret(tail, torch.bfloat16)

@@ -221,6 +221,8 @@ class PagedCache:
             slots, data, scales = self._redirect_skipped(slots, data, scales)
         page, row = self._locate(slots)
         for view, rows in ((self.data_view(), data), (self.scale_view(), scales)):
+            if rows.shape[1] == 0:  # a record without scales
+                continue
             words = _in_words(view)
             words[page, row] = rows.clone(memory_format=torch.contiguous_format).view(words.dtype)
 

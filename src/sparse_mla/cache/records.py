@@ -199,8 +199,25 @@ INDEX_FP8 = _index("index_fp8", ValueFormat.E4M3, ScaleFormat.F32, 128)
 INDEX_MXFP4 = _index("index_mxfp4", ValueFormat.E2M1, ScaleFormat.UE8M0, 32)
 """68 bytes: 128 e2m1 values with a ue8m0 scale each 32."""
 
+BF16 = RecordFormat(
+    name="bf16",
+    dim=512,
+    quantised_dims=0,  # so value and scale format mean nothing
+    value_format=ValueFormat.E4M3,
+    scale_format=ScaleFormat.UE8M0,
+    scale_block=512,
+    scale_bytes=0,
+    placement=Placement.INTERLEAVED,
+    page_alignment_bytes=512,
+    stride_multiple_bytes=16,
+    row_alignment_bytes=16,
+)
+"""1024 bytes: 512 bf16 values, no scale. Gathered rows that attention reads; no pool holds them."""
+
 KV_RECORDS = (V4, MXFP8, MXFP8_PLANAR, NVFP4, NVFP4_PLANAR)
 """Records of window and compressed caches."""
+ATTEND_RECORDS = (*KV_RECORDS, BF16)
+"""Records that attention reads, gathered rows included."""
 INDEX_RECORDS = (INDEX_FP8, INDEX_MXFP4)
 """Records of index-key caches."""
 RECORDS = {record.name: record for record in (*KV_RECORDS, *INDEX_RECORDS)}

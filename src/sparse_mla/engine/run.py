@@ -23,6 +23,7 @@ from sparse_mla._checks import check_at_least
 from sparse_mla.cache.pool import CachePool
 from sparse_mla.config.model import ModelConfig
 from sparse_mla.config.topology import cache_groups, layer_topology, with_sources
+from sparse_mla.engine.graphs import DecodeGraphs
 from sparse_mla.engine.hidden import hidden_states
 from sparse_mla.engine.record import Recorder
 from sparse_mla.engine.scheduler import RING, WINDOW, Limits, PageGroup, Request, Scheduler, Work
@@ -30,8 +31,10 @@ from sparse_mla.engine.trace import TraceRequest
 from sparse_mla.errors import ArgumentError
 from sparse_mla.metadata.batch import StepBatch
 from sparse_mla.metadata.builder import StepMetadataBuilder
+from sparse_mla.nn.graph import stating_longest
 from sparse_mla.nn.stack import AttentionStack
 from sparse_mla.nn.step import StepBuffers, StepState, rope_tables
+from sparse_mla.ops.bodies import metadata_rules
 
 BLOCK_TOKENS = 64
 """Tokens that one page of a compressed cache covers."""
@@ -53,6 +56,7 @@ class EngineOptions:
     seed: int = 0  # of the weights and the hidden states
     device: str = "cpu"
     pages: Mapping[str, int] | None = None  # by group; None = enough for any `max_requests`
+    graphs: bool | None = None  # decode steps padded and replayed; None = on a GPU
 
     def __post_init__(self) -> None:
         check_at_least("families", self.families, 1)
@@ -160,7 +164,12 @@ class Engine:
             max_requests=limits.max_requests,
             max_seq_len=longest,
             device=self.device,
+            rules=metadata_rules(self.device),
         )
+        self._longest = longest
+        most = min(limits.max_batched_tokens, limits.max_requests)
+        wanted = self.device.type == "cuda" if options.graphs is None else options.graphs
+        self.graphs = DecodeGraphs(self.stack, most) if wanted else None
         self._recorder: Recorder | None = None
 
     @property
@@ -207,10 +216,7 @@ class Engine:
         works = self.scheduler.schedule()
         if self._recorder is not None:
             self._recorder.begin_step(works)
-        state = StepState(
-            self.caches, self.builder.build(self._batch(works)), self.buffers, self.rope
-        )
-        x = self.stack(self._hidden(works), state)
+        x = self._compute(works)
         if self._recorder is not None:
             self._recorder.end_step(x)
         if self.device.type == "cuda":
@@ -228,6 +234,18 @@ class Engine:
             seconds=time.perf_counter() - began,
         )
 
+    def _compute(self, works: Sequence[Work]) -> Tensor:
+        """float32 [rows, hidden]: the stream after the last layer."""
+        pad_to = None if self.graphs is None else self.graphs.rows_for(works)
+        batch = self._batch(works, pad_to)
+        if pad_to is not None:
+            batch = stating_longest(batch, self._longest)
+        state = StepState(self.caches, self.builder.build(batch), self.buffers, self.rope)
+        if self.graphs is not None and pad_to is not None:
+            return self.graphs.run(state, self._hidden(works), self._recorder)
+        x: Tensor = self.stack(self._hidden(works), state)
+        return x
+
     def _request(self, index: int, line: TraceRequest) -> Request:
         options = self.options
         shared = min(options.shared_prefix_tokens, line.prompt_tokens)
@@ -240,15 +258,19 @@ class Engine:
             shared_tokens=shared,
         )
 
-    def _batch(self, works: Sequence[Work]) -> StepBatch:
+    def _batch(self, works: Sequence[Work], pad_to: int | None = None) -> StepBatch:
+        """The step of these works; padded, it also has as many requests as rows, empty ones last."""
         requests = [work.request for work in works]
         groups = self.scheduler.groups
+        empty = max(0, (pad_to or 0) - len(works))
+        nothing: list[list[int]] = [[]] * empty
         return StepBatch.from_requests(
-            [work.count for work in works],
-            [work.end for work in works],
-            {name: [request.pages[name] for request in requests] for name in groups},
+            [work.count for work in works] + [0] * empty,
+            [work.end for work in works] + [0] * empty,
+            {name: [request.pages[name] for request in requests] + nothing for name in groups},
             {name: group.page_tokens for name, group in groups.items()},
-            replay_start=[request.replay_start for request in requests],
+            pad_to=pad_to,
+            replay_start=[request.replay_start for request in requests] + [0] * empty,
             replay_tokens=self.options.replay_tokens,
             device=self.device,
         )

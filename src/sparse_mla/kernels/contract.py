@@ -69,6 +69,7 @@ class AttendCall:
     query_layout: Layout = Layout.STANDARD
     plan: TileSchedulerPlan | None = None
     batch_invariant: bool = False  # a row's bits must not depend on the other rows of the call
+    query_scale: Tensor | None = None  # float32 [T, H] contiguous, multiplies a row's logits
 
     @property
     def num_tokens(self) -> int:

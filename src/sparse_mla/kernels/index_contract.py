@@ -116,9 +116,11 @@ class IndexTopkCall:
     max_visible: int  # no row sees more
     topk: int
     candidate_block_size: int = 8
-    candidates: Tensor | None = (
-        None  # int32 [T, C] block ids that row t may choose from, negative = none
-    )
+    candidates: Tensor | None = None
+    """int32 [T, C] block ids that row t may choose from, ascending, each once; negative = none."""
+    request_ids: Tensor | None = None
+    """int32 [T] request of each row, on the device; None = from `query_start_loc`, which a captured
+    graph cannot follow. Anything valid for padding rows."""
 
 
 @dataclass(frozen=True, slots=True)

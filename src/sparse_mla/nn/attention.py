@@ -10,15 +10,17 @@ from torch import Tensor, nn
 from sparse_mla._checks import check_choice, check_tensor
 from sparse_mla.config.model import HeadShard, ModelConfig
 from sparse_mla.config.topology import layer_topology
+from sparse_mla.errors import ArgumentError
 from sparse_mla.kernels.contract import KeySet
 from sparse_mla.kernels.index_contract import Ring
-from sparse_mla.kernels.torch.rms_norm import rms_norm
 from sparse_mla.nn.compressor import Compressor
 from sparse_mla.nn.indexer import Indexer, IndexKeys
+from sparse_mla.nn.parallel import Ranks
 from sparse_mla.nn.projections import GroupedLinear, Linear, RMSNorm
 from sparse_mla.nn.step import StepState
 from sparse_mla.nn.weights import random_layer, read_layer
 from sparse_mla.ops.attend import AttendOptions, QuantizedOutput, mega_attention
+from sparse_mla.ops.bodies import rms_norm
 from sparse_mla.ops.write import write_compressed, write_window
 
 
@@ -32,7 +34,8 @@ class DeepseekV41Attention(nn.Module):
     Args:
         cfg: the model. layer_id: which layer; drafts follow the backbone. shard: the heads of this
         rank. The output is then this rank's share: the sum over ranks is the layer's output.
-        Caches, compressor and indexer are the same on every rank.
+        Caches, compressor and indexer are the same on every rank. ranks: the process group; the
+        layer then takes its own rank's heads and adds the shares up itself, once, after `wo_b`.
         device: where the weights live and the inputs come from.
         dtype: bfloat16, the only compute dtype.
         output: what attention hands to the output projection: "bf16", or "fp8" (quantised with a
@@ -45,6 +48,7 @@ class DeepseekV41Attention(nn.Module):
         layer_id: int,
         *,
         shard: HeadShard | None = None,
+        ranks: Ranks | None = None,
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.bfloat16,
         output: str = "bf16",
@@ -55,7 +59,10 @@ class DeepseekV41Attention(nn.Module):
         self.cfg = cfg
         self.layer_id = layer_id
         self.layer = layer_topology(cfg, layer_id)
-        self.shard = cfg.shard(0, 1) if shard is None else shard
+        self.ranks = ranks
+        self.shard = shard or (cfg.shard(0, 1) if ranks is None else ranks.shard(cfg))
+        if ranks is not None and self.shard != ranks.shard(cfg):
+            raise ArgumentError("shard", self.shard, f"rank {ranks.rank} of {ranks.size}, or None")
         self.output = output
         self.on_selection: Callable[[int, StepState], None] | None = None
         """Called by an index source after it has filled the step's lists (to watch them)."""
@@ -119,7 +126,7 @@ class DeepseekV41Attention(nn.Module):
                 `write_kv`.
 
         Returns:
-            bf16 [T, hidden_size]; with a shard, this rank's summand.
+            bf16 [T, hidden_size]; with a shard and no `ranks`, this rank's summand.
 
         Raises:
             ShapeError, DTypeError, DeviceError: before anything is written.
@@ -215,4 +222,4 @@ class DeepseekV41Attention(nn.Module):
     def _project(self, attended: Tensor) -> Tensor:
         groups = attended.reshape(attended.shape[0], self.shard.num_groups, -1)
         out: Tensor = self.wo_b(self.wo_a(groups).flatten(1))
-        return out
+        return out if self.ranks is None else self.ranks.add(out)

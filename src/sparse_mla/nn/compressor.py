@@ -16,14 +16,21 @@ from sparse_mla.ops.compress import compress
 class Compressor(nn.Module):
     """Ratio 1: a bf16 product and a norm. Ratio 2: float32 `u ++ s` of every token, pooled in pairs.
 
-    The float32 weights of ratio 2 are the bf16 checkpoint values, widened.
+    The float32 weights of ratio 2 are the bf16 checkpoint values, widened. A GPU keeps them in bf16 and
+    multiplies into float32, which is the same product of the same values.
     """
 
     def __init__(self, cfg: ModelConfig, ratio: int, *, device: torch.device | str) -> None:
         super().__init__()
         self.ratio = ratio
-        dtype = torch.bfloat16 if ratio == 1 else torch.float32
-        self.projection = Linear(cfg.hidden_size, ratio * cfg.head_dim, device=device, dtype=dtype)
+        out_dtype = torch.bfloat16 if ratio == 1 else torch.float32
+        self.projection = Linear(
+            cfg.hidden_size,
+            ratio * cfg.head_dim,
+            device=device,
+            dtype=torch.bfloat16 if torch.device(device).type == "cuda" else out_dtype,
+            out_dtype=out_dtype,
+        )
         self.norm = RMSNorm(cfg.head_dim, cfg.rms_norm_eps, device=device)
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:

@@ -17,9 +17,10 @@ from sparse_mla.kernels.index_contract import (
     WriteIndexKeysCall,
 )
 from sparse_mla.metadata.compressed import SparseMLAMetadata
-from sparse_mla.metadata.rules import TopkRows, fill_topk_slots
+from sparse_mla.metadata.rules import TopkRows
 from sparse_mla.nn.projections import Linear, RMSNorm
 from sparse_mla.nn.step import StepState
+from sparse_mla.ops.bodies import metadata_rules
 from sparse_mla.ops.index import index_topk, prepare_index_queries, write_index_keys
 
 
@@ -98,7 +99,8 @@ class Indexer(nn.Module):
             metadata.is_valid_token,
             metadata.visible,
         )
-        fill_topk_slots(step.buffers.slots[:tokens], step.buffers.lengths[:tokens], rows)
+        rules = metadata_rules(topk.device)
+        rules.fill_topk_slots(step.buffers.slots[:tokens], step.buffers.lengths[:tokens], rows)
 
     def _select(
         self, x: Tensor, qr: Tensor, step: StepState, metadata: SparseMLAMetadata, topk: Tensor
@@ -125,6 +127,7 @@ class Indexer(nn.Module):
             topk=self.topk,
             candidate_block_size=self.block_size,
             candidates=candidates if self.layer.consumes_candidates else None,
+            request_ids=metadata.req_id_per_token,
         )
         publishes = self.layer.publishes_candidates
         index_topk(call, IndexTopkOut(topk, candidates if publishes else None))

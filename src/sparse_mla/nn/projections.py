@@ -80,7 +80,7 @@ def _empty(*shape: int, device: torch.device | str, dtype: torch.dtype) -> nn.Pa
 
 
 class Linear(nn.Module):
-    """y = x @ weight^T, accumulated in float32, in the weight's dtype."""
+    """y = x @ weight^T, accumulated in float32, in the weight's dtype or in `out_dtype`."""
 
     def __init__(
         self,
@@ -89,15 +89,21 @@ class Linear(nn.Module):
         *,
         device: torch.device | str,
         dtype: torch.dtype = torch.bfloat16,
+        out_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.weight = _empty(out_features, in_features, device=device, dtype=dtype)
+        self.out_dtype = out_dtype or dtype
         self.tiles = RowTiles()
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, in_features] -> [T, out_features]; x is cast to the weight's dtype first."""
-        rows = x.to(self.weight.dtype)
-        return self.tiles.apply(rows, lambda tile: functional.linear(tile, self.weight))
+        return self.tiles.apply(x.to(self.weight.dtype), self._product)
+
+    def _product(self, rows: Tensor) -> Tensor:
+        if self.weight.dtype == self.out_dtype:
+            return functional.linear(rows, self.weight)
+        return torch.mm(rows, self.weight.t(), out_dtype=self.out_dtype)
 
 
 class GroupedLinear(nn.Module):

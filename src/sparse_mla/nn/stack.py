@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from sparse_mla.config.model import ModelConfig
 from sparse_mla.errors import ArgumentError
 from sparse_mla.nn.attention import DeepseekV41Attention
+from sparse_mla.nn.parallel import Ranks
 from sparse_mla.nn.step import StepState
 from sparse_mla.nn.weights import random_layer
 
@@ -21,10 +22,17 @@ class AttentionStack(nn.Module):
         cfg: the model.
         layer_ids: ascending, with every layer's sources (`config.topology.with_sources`).
         device: where the weights live.
+        ranks: the process group that shares the heads out; every rank runs the same steps on the same
+            hidden states and caches of its own.
     """
 
     def __init__(
-        self, cfg: ModelConfig, layer_ids: Sequence[int], *, device: torch.device | str = "cpu"
+        self,
+        cfg: ModelConfig,
+        layer_ids: Sequence[int],
+        *,
+        device: torch.device | str = "cpu",
+        ranks: Ranks | None = None,
     ) -> None:
         super().__init__()
         if list(layer_ids) != sorted(set(layer_ids)):
@@ -32,13 +40,19 @@ class AttentionStack(nn.Module):
         self.cfg = cfg
         self.layer_ids = tuple(layer_ids)
         self.layers = nn.ModuleList(
-            DeepseekV41Attention(cfg, layer_id, device=device) for layer_id in layer_ids
+            DeepseekV41Attention(cfg, layer_id, device=device, ranks=ranks)
+            for layer_id in layer_ids
         )
 
     def reset_parameters(self, seed: int = 0) -> None:
         """Seeded random weights for every layer."""
         for layer in self.attention_layers():
             layer.load_weights(random_layer(self.cfg, layer.layer_id, seed))
+
+    @property
+    def num_heads(self) -> int:
+        """Query heads of this rank; a `StepMetadataBuilder` plans for as many."""
+        return self.attention_layers()[0].shard.num_heads
 
     def attention_layers(self) -> list[DeepseekV41Attention]:
         """The layers, typed."""

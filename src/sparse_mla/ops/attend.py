@@ -18,7 +18,7 @@ from sparse_mla.kernels.contract import (
     Layout,
     allocate_scales,
 )
-from sparse_mla.kernels.layouts import dequantize_output, standard_output
+from sparse_mla.kernels.layouts import dequantize_output, standard_output, standard_query
 from sparse_mla.metadata.plan import TileSchedulerPlan
 from sparse_mla.ops.attend_checks import check_buffers, check_call, check_options
 
@@ -62,6 +62,8 @@ class AttendOptions:
     unrotate_output: bool = True  # mega attention only
     backend: str = "auto"
     batch_invariant: bool = False  # a row's bits do not depend on the other rows
+    query_norm_eps: float | None = None
+    """Multiply a head's logits by 1 / sqrt(mean(q**2) + eps), q before any rotation; None = do not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,6 +228,8 @@ def _run(call: AttendCall, options: AttendOptions, buffers: AttendBuffers) -> At
         per_group = math.gcd(call.num_heads, 8)
     check_options(call, options, per_group)
     check_buffers(call, options, buffers, per_group)
+    if options.query_norm_eps is not None:
+        call = replace(call, query_scale=_query_scale(call, options.query_norm_eps))
     problem = Problem(
         op="attend",
         num_tokens=call.num_tokens,
@@ -236,6 +240,7 @@ def _run(call: AttendCall, options: AttendOptions, buffers: AttendBuffers) -> At
         compressed_keys=0 if call.compressed is None else call.compressed.width,
         output=options.output or "bf16",
         batch_invariant=options.batch_invariant,
+        query_norm=call.query_scale is not None,
     )
     choice = select(problem, DeviceInfo.detect(call.q.device), options.backend)
     out = _allocate(call, options, buffers, per_group)
@@ -245,6 +250,12 @@ def _run(call: AttendCall, options: AttendOptions, buffers: AttendBuffers) -> At
     if out.scales is not None:
         output = QuantizedOutput(out.data, out.scales, out.layout, per_group)
     return AttentionResult(output, out.lse, out.max_logits, choice, out.layout, per_group)
+
+
+def _query_scale(call: AttendCall, eps: float) -> Tensor:
+    """float32 [T, H]: 1 / sqrt(mean(q**2) + eps) of each head."""
+    q = standard_query(call.q, call.query_layout).float()
+    return torch.rsqrt(q.square_().mean(dim=-1) + eps)
 
 
 def _allocate(

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sparse_mla._checks import check_choice, check_tensor
 from sparse_mla.cache.paged import PagedCache
-from sparse_mla.cache.records import KV_RECORDS
+from sparse_mla.cache.records import ATTEND_RECORDS
 from sparse_mla.errors import (
     ArgumentError,
     CacheFormatError,
@@ -66,6 +66,9 @@ def check_options(call: AttendCall, options: AttendOptions, heads_per_group: int
     """Raise unless the options name something that exists and fits the heads."""
     check_choice("output", options.output, ("fp8", "bf16"))
     check_choice("output_layout", options.output_layout, tuple(Layout))
+    eps = options.query_norm_eps
+    if eps is not None and not (isinstance(eps, (int, float)) and math.isfinite(eps) and eps >= 0):
+        raise ArgumentError("query_norm_eps", eps, "None, or a finite number that is not negative")
     heads = call.num_heads
     if heads_per_group < 1 or heads % heads_per_group:
         divisors = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
@@ -114,8 +117,8 @@ def _check_keys(name: str, keys: KeySet, tokens: int, device: torch.device) -> N
     _check_type(name, keys, KeySet)
     _check_type(f"{name}.cache", keys.cache, PagedCache)
     cache, indices, lengths = keys.cache, keys.indices, keys.lengths
-    if cache.record not in KV_RECORDS:
-        names = ", ".join(record.name for record in KV_RECORDS)
+    if cache.record not in ATTEND_RECORDS:
+        names = ", ".join(record.name for record in ATTEND_RECORDS)
         raise CacheFormatError(f"{name}.cache", f"record {cache.record.name!r}", names)
     if cache.device != device:
         raise DeviceError(

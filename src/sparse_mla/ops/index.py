@@ -81,7 +81,8 @@ def index_topk(call: IndexTopkCall, out: IndexTopkOut, *, backend: str = "auto")
     best float32 scores win; equal scores go to the lower position; -inf (invisible, or outside the
     row's candidate blocks) is never chosen. Lists ascend and end in -1. Candidates are the blocks
     with the best score inside, the newest visible block always among them. Scratch is bounded, see
-    `kernels.torch.index_topk.scratch_bytes`.
+    `scratch_bytes` of `kernels.torch.index_topk` and `kernels.triton.index_topk`. A CPU sums scores
+    exactly; a GPU in float32, so keys within a rounding of each other may be ordered either way.
 
     Args:
         call: queries, keys and counts.
@@ -111,6 +112,8 @@ def index_topk(call: IndexTopkCall, out: IndexTopkOut, *, backend: str = "auto")
         "queries.weights", queries.weights, shape=(tokens, heads), dtypes=_FLOAT, device=device
     )
     check_tensor("visible", call.visible, shape=(tokens,), dtypes=ints, device=device)
+    if call.request_ids is not None:
+        check_tensor("request_ids", call.request_ids, shape=(tokens,), dtypes=ints, device=device)
     check_tensor("positions", out.positions, shape=(tokens, call.topk), dtypes=ints, device=device)
     for name, lists in (("call.candidates", call.candidates), ("out.candidates", out.candidates)):
         if lists is not None:

@@ -21,6 +21,7 @@ from sparse_mla.metadata.batch import StepBatch
 from sparse_mla.metadata.builder import StepMetadataBuilder
 from sparse_mla.nn.stack import AttentionStack
 from sparse_mla.nn.step import StepBuffers, StepState, rope_tables
+from sparse_mla.ops.bodies import metadata_rules
 from sparse_mla.testing.dense import Selection
 
 
@@ -47,7 +48,7 @@ class StackServer:
     """A stack, its caches, and the lists and outputs of its requests.
 
     Args:
-        stack: the layers, with weights.
+        stack: the layers, with weights; where they live is where everything happens.
         records: how rows are stored.
         capacity_tokens: tokens of all requests together.
         max_tokens: rows of a step, padding included.
@@ -68,11 +69,13 @@ class StackServer:
     ) -> None:
         self.stack = stack
         self.cfg: ModelConfig = stack.cfg
+        self.device = next(stack.parameters()).device
         pages = capacity_tokens // 32 + 2 * max_requests
         self.caches = CachePool.allocate(
             self.cfg,
             pages=pages,
             kv_cache_dtype=records,
+            device=self.device,
             layer_ids=stack.layer_ids,
             num_spec_tokens=num_spec_tokens,
         )
@@ -86,10 +89,17 @@ class StackServer:
             self.caches,
             max_tokens=max_tokens,
             max_requests=max_requests,
+            num_heads=stack.num_heads,
             num_spec_tokens=num_spec_tokens,
+            rules=metadata_rules(self.device),
         )
-        self.buffers = StepBuffers.allocate(self.cfg, max_tokens)
-        self.rope = rope_tables(self.cfg, num_positions=capacity_tokens, layer_ids=stack.layer_ids)
+        self.buffers = StepBuffers.allocate(self.cfg, max_tokens, self.device)
+        self.rope = rope_tables(
+            self.cfg,
+            num_positions=capacity_tokens,
+            layer_ids=stack.layer_ids,
+            device=self.device,
+        )
         self.parts: list[Part] = []
         for layer in stack.attention_layers():
             layer.on_selection = self._record
@@ -125,6 +135,7 @@ class StackServer:
             {name: group.tokens_per_page for name, group in groups.items()},
             pad_to=pad_to,
             causal=causal,
+            device=self.device,
         )
         return StepState(self.caches, self.builder.build(batch), self.buffers, self.rope)
 
@@ -137,7 +148,7 @@ class StackServer:
         state = self.state(parts, pad_to=pad_to)
         hidden = torch.cat([part.hidden for part in parts])
         padding = torch.full((state.num_tokens - len(hidden), self.cfg.hidden_size), torch.nan)
-        out: Tensor = self.stack(torch.cat([hidden, padding]), state)
+        out: Tensor = self.stack(torch.cat([hidden, padding]).to(self.device), state)
         first = 0
         for part in parts:
             rows = slice(part.start, part.start + len(part.hidden))

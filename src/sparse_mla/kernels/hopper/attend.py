@@ -6,7 +6,7 @@ after the inverse rotation. f16 saturates: query values at +-65504; ue8m0 block 
 2**7 (such a block holds values above 28,672); values below 2**-24 vanish.
 
 Rows are shared out over clusters when there are few of them; the merge has a fixed order, so repeats are
-bitwise equal. With a batch-invariant plan no row is shared out.
+bitwise equal. A batch-invariant call or plan shares no row out.
 """
 
 from __future__ import annotations
@@ -90,8 +90,7 @@ def attend(call: AttendCall, out: AttendOut) -> None:
     head_blocks = -(-call.num_heads // HEADS_OF_A_CTA)
     items = call.num_tokens * head_blocks
     sms = _multiprocessors(index)
-    invariant = call.plan is not None and call.plan.batch_invariant
-    splits = 1 if invariant else choose_splits(items, _tiles(call), sms)
+    splits = splits_of(call, sms)
     variant = Variant(
         window=call.window.cache.record,
         compressed=(call.compressed or call.window).cache.record,
@@ -125,6 +124,14 @@ def refusals(call: AttendCall) -> list[str]:
         if cache.num_pages * cache.page_stride_bytes > MAX_CACHE_BYTES:
             reasons.append(f"{name} cache: got more than 32 GiB; allowed: at most 32 GiB")
     return reasons
+
+
+def splits_of(call: AttendCall, num_sms: int) -> int:
+    """CTAs that share each row of a call; 1 if its rows must not depend on their number."""
+    if call.batch_invariant or (call.plan is not None and call.plan.batch_invariant):
+        return 1
+    head_blocks = -(-call.num_heads // HEADS_OF_A_CTA)
+    return choose_splits(call.num_tokens * head_blocks, _tiles(call), num_sms)
 
 
 def choose_splits(items: int, tiles: int, multiprocessors: int) -> int:

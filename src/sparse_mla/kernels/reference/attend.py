@@ -52,7 +52,8 @@ def attend_exact(call: AttendCall) -> Attended:
         keys = keys_of(call, token)  # float64 [n, 512]
         if keys.shape[0] == 0:
             continue
-        logits = call.scale * (query[token] @ keys.T)  # [H, n]
+        scale = _logit_scale(call, token)
+        logits = scale * (query[token] @ keys.T)  # [H, n]
         top = logits.max(dim=1).values
         weights = torch.exp(logits - top[:, None])
         total = weights.sum(dim=1)
@@ -63,12 +64,20 @@ def attend_exact(call: AttendCall) -> Attended:
         magnitude[token] = (weights @ keys.abs()) / denominator[:, None]
         lse[token] = top + torch.log(total)
         max_logits[token] = top
-        logit_magnitude[token] = call.scale * (query[token].abs() @ keys.abs().T).max(dim=1).values
+        sizes = scale * (query[token].abs() @ keys.abs().T)
+        logit_magnitude[token] = sizes.max(dim=1).values
     if call.unrotate_output:
         cos, sin = angles(call, torch.float64)
         output = turn(output, cos, -sin)
         magnitude = turn(magnitude, cos.abs(), sin.abs(), sign=1.0)
     return Attended(output, magnitude, lse, max_logits, logit_magnitude)
+
+
+def _logit_scale(call: AttendCall, token: int) -> float | Tensor:
+    """What multiplies a token's dot products: a number, or float64 [H, 1]."""
+    if call.query_scale is None:
+        return call.scale
+    return call.scale * call.query_scale[token].double()[:, None]
 
 
 def rotated_query(call: AttendCall) -> Tensor:

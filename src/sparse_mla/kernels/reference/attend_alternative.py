@@ -33,9 +33,10 @@ def attend_alternative(call: AttendCall) -> tuple[Floats, Floats, Floats]:
         for head in range(heads):
             query = _query_head(call, flat[token], head, turn)
             sink = -math.inf if call.sink is None else float(call.sink[head])
-            values, lse[token, head], largest[token, head] = _one_head(
-                query, keys, call.scale, sink
-            )
+            scale = call.scale
+            if call.query_scale is not None:
+                scale *= float(call.query_scale[token, head])
+            values, lse[token, head], largest[token, head] = _one_head(query, keys, scale, sink)
             if call.unrotate_output and turn is not None:
                 pairs = (values[-64::2] + 1j * values[-63::2]) * np.conj(turn.astype(np.complex128))
                 values[-64::2], values[-63::2] = pairs.real, pairs.imag

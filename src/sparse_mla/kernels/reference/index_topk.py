@@ -1,8 +1,8 @@
 """Score index keys and keep the best positions: one row and one key at a time.
 
-Roundings that the selection depends on, and every other kernel must keep: a dot product is exact
-and rounded to float32 once; `weight * relu(dot)` is a float32 product; heads are added in ascending
-order in float32.
+Roundings that the selection depends on, and the CPU's kernel keeps: a dot product is exact and
+rounded to float32 once; `weight * relu(dot)` is a float32 product; heads are added in ascending order
+in float32. Kernels on tensor cores sum in float32 and say what that means for near ties.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sparse_mla.cache.codec import E4M3_MAX
+from sparse_mla.cache.codec import E4M3_MAX, E4M3_NAN
 from sparse_mla.kernels.contract import HEAD_DIM, ROPE_DIM, AttendCall, AttendOut, KeySet
 from sparse_mla.kernels.layouts import standard_query, store_output
 from sparse_mla.kernels.torch.rows import BLOCK_BYTES, decode_into
@@ -114,6 +114,8 @@ def _attend_chunk(call: AttendCall, out: AttendOut, rows: slice, scratch: _Scrat
         parts.append((lanes, block))
         edge += keys.width
     logits.mul_(call.scale)
+    if call.query_scale is not None:
+        logits.mul_(call.query_scale[rows, None, :])
     top = logits.amax(dim=1) if parts else values.new_full(values.shape[:2], -torch.inf)
     keyless = top == -torch.inf
     base = top.masked_fill(keyless, 0.0)
@@ -136,7 +138,8 @@ def _attend_chunk(call: AttendCall, out: AttendOut, rows: slice, scratch: _Scrat
 
 def encode_quickly(values: Tensor) -> Tensor:
     """e4m3 codes of float32 values by PyTorch's own cast: the codec's bits, eight times as fast."""
-    return values.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
+    codes = values.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
+    return codes.masked_fill_(codes == 0xFF, E4M3_NAN)  # the cast keeps the sign of a NaN
 
 
 def _load_query(call: AttendCall, rows: slice, query: Tensor) -> None:

@@ -24,13 +24,13 @@ def prepare_index_queries(call: PrepareIndexQueriesCall) -> IndexQueries:
     rotated = apply_rope(call.queries, call.positions, call.rope).to(torch.bfloat16)
     codes, scales = encode_rows(call.record, rotated.reshape(tokens * heads, dim))
     weights = call.weights.float()
-    kept = scales.view(tokens, heads, -1)
+    kept = scales.view(tokens, heads, call.record.scale_bytes)
     folds = call.record.scale_format is ScaleFormat.F32
     if folds:
         weights = weights * scales.contiguous().view(torch.float32).view(tokens, heads)
     return IndexQueries(
         record=call.record,
-        codes=codes.view(tokens, heads, -1),
+        codes=codes.view(tokens, heads, call.record.data_bytes),
         scales=None if folds else kept,
         weights=weights * index_weight_scale(heads, dim),
     )

@@ -37,7 +37,7 @@ def attend(call: AttendCall, out: AttendOut) -> None:
     """Fill `out`. With a plan nothing is allocated; without one, a split call allocates its scratch.
 
     A row's result depends on the other rows only through their number, which decides the config and the
-    splits; with a batch-invariant plan it does not depend on them at all.
+    splits; in a batch-invariant call, or with such a plan, it does not depend on them at all.
     """
     if call.num_tokens == 0 or call.num_heads == 0:
         return
@@ -51,11 +51,11 @@ def plan_launch(call: AttendCall) -> Launch:
     facts = device_facts(device)
     tokens, heads = call.num_tokens, call.num_heads
     keys = call.window.width + (0 if call.compressed is None else call.compressed.width)
-    invariant = plan is not None and plan.batch_invariant
-    # a batch-invariant plan takes the config of a large call, whatever the call's size
+    invariant = call.batch_invariant or (plan is not None and plan.batch_invariant)
+    # a batch-invariant call takes the config of a large one, whatever its size, and is never split
     sized = facts.num_sms + 1 if invariant else tokens
     config = attend_config(facts.capability, heads, sized, facts.num_sms)
-    splits = attend_splits(config, tokens, heads, keys, facts.num_sms)
+    splits = 1 if invariant else attend_splits(config, tokens, heads, keys, facts.num_sms)
     if plan is not None:
         splits = min(splits, plan.splits)
     if splits == 1:
@@ -122,10 +122,12 @@ def launch_attend(call: AttendCall, out: AttendOut, launch: Launch) -> None:
         HEADS_PER_GROUP=out.heads_per_group,
         HEADS=config.heads,
         KEYS=config.keys,
+        AHEAD=config.ahead,
         HARDWARE_E4M3=mode == "ptx" and device_facts(q.device).capability >= (8, 9),
         MODE=mode,
         num_warps=config.num_warps,
         num_stages=1,
+        **({} if config.registers is None else {"maxnreg": config.registers}),
     )
 
 

@@ -182,14 +182,15 @@ def _attend_tiles(
     RECORD: tl.constexpr,
     KEYS: tl.constexpr,
     MERGED: tl.constexpr,
+    AHEAD: tl.constexpr,
     MODE: tl.constexpr,
 ):
     """Add the key tiles `first .. last - 1` to the running softmax.
 
     Slots are loaded two tiles ahead by hand; the compiler's own pipelining waits for each load in
-    turn, because rows depend on slots. With few heads the rows of the next tile are in flight too, in
-    registers, while this one is multiplied, and the sums stay lane by lane until the end, which saves a
-    reduction across warps in every tile. Many heads have no registers left for either.
+    turn, because rows depend on slots. With AHEAD the rows of the next tile are in flight too, in
+    registers, while this one is multiplied. With few heads the sums stay lane by lane until the end, which
+    saves a reduction across warps in every tile; many heads have no registers left for either.
     """
     chosen, _ = _tile_of(first, boundary, first_set, second_set, MERGED)
     lanes = _tile_lanes(first, boundary, first_set, second_set, KEYS, MERGED)
@@ -197,7 +198,7 @@ def _attend_tiles(
     HEADS: tl.constexpr = query.shape[0]
     FEW: tl.constexpr = HEADS < 64
     lanes = _tile_lanes(first + 1, boundary, first_set, second_set, KEYS, MERGED)
-    if FEW:
+    if AHEAD:
         words, scales, tail = load_raw(chosen[0], slots, chosen[4], chosen[5], RECORD)
     entry_max = running_max
     if FEW:
@@ -205,14 +206,14 @@ def _attend_tiles(
     else:
         sums = total
     for tile in tl.range(first, last, num_stages=1):
-        if not FEW:
+        if not AHEAD:
             chosen, _ = _tile_of(tile, boundary, first_set, second_set, MERGED)
             words, scales, tail = load_raw(chosen[0], slots, chosen[4], chosen[5], RECORD)
         valid = slots >= 0
         keys = widen(words, scales, tail, RECORD, MODE)
         chosen, _ = _tile_of(tile + 1, boundary, first_set, second_set, MERGED)
         slots = _valid_slots(lanes, chosen)
-        if FEW:
+        if AHEAD:
             words, scales, tail = load_raw(chosen[0], slots, chosen[4], chosen[5], RECORD)
         lanes = _tile_lanes(tile + 2, boundary, first_set, second_set, KEYS, MERGED)
         logits = product(query, tl.trans(keys), MODE) * scale_log2
@@ -384,6 +385,7 @@ def attend_kernel(
     HEADS_PER_GROUP: tl.constexpr,
     HEADS: tl.constexpr,  # heads of a program
     KEYS: tl.constexpr,  # keys of a tile
+    AHEAD: tl.constexpr,  # rows are loaded one tile ahead, into registers
     HARDWARE_E4M3: tl.constexpr,  # the GPU rounds to e4m3 itself (compute capability 8.9)
     MODE: tl.constexpr,
 ):
@@ -436,14 +438,14 @@ def attend_kernel(
     window_last = last if MERGED else tl.minimum(last, window_tiles)
     acc, running_max, total = _attend_tiles(
         tl.minimum(first, window_last), window_last, window_tiles, query, acc, running_max, total,
-        window_set, extra_set, scale_log2, WINDOW_RECORD, KEYS, MERGED, MODE,
+        window_set, extra_set, scale_log2, WINDOW_RECORD, KEYS, MERGED, AHEAD, MODE,
     )  # fmt: skip
     if EXTRA_RECORD is not None and not MERGED:
         acc, running_max, total = _attend_tiles(
             tl.maximum(first, window_tiles) - window_tiles,
             tl.maximum(last, window_tiles) - window_tiles,
             0, query, acc, running_max, total,
-            extra_set, window_set, scale_log2, EXTRA_RECORD, KEYS, False, MODE,
+            extra_set, window_set, scale_log2, EXTRA_RECORD, KEYS, False, AHEAD, MODE,
         )  # fmt: skip
     if SPLIT:
         if active > 1:

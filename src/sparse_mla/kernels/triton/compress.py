@@ -45,12 +45,13 @@ def pool_kernel(
     block = tl.maximum(slot, 0) // capacity
     closes = ((position & 1) == 1) & (slot >= 0) & (block < num_blocks)
     begin = tl.load(query_start_loc + tl.load(request_ids + row))
-    here = (lane < dim) & closes
+    here = lane < tl.where(closes, dim, 0)
     mine = projected + row * row_stride + lane
     before = projected + (row - 1) * row_stride + lane
     offset = tl.maximum(position - 1, 0) % capacity
     kept = ring + block * block_stride + offset * (2 * dim) + lane
-    step, carried = here & (row > begin), here & (row <= begin)
+    step = lane < tl.where(closes & (row > begin), dim, 0)
+    carried = lane < tl.where(closes & (row <= begin), dim, 0)
     # one of the two loads is masked out whole and gives zeros
     u_a = tl.load(before, mask=step, other=0.0) + tl.load(kept, mask=carried, other=0.0)
     s_a = tl.load(before + dim, mask=step, other=0.0) + tl.load(kept + dim, mask=carried, other=0.0)
@@ -90,7 +91,7 @@ def store_ring_kernel(
     block = tl.maximum(slot, 0) // capacity
     stored = (slot >= 0) & (block < num_blocks) & (row >= end - capacity)
     lane = tl.arange(0, BLOCK)
-    here = (lane < width) & stored
+    here = lane < tl.where(stored, width, 0)
     values = tl.load(projected + row * row_stride + lane, mask=here, other=0.0)
     target = ring + block * block_stride + (slot - block * capacity) * width + lane
     tl.store(target, values, mask=here)

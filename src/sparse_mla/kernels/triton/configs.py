@@ -17,13 +17,15 @@ class AttendConfig:
     keys: int  # keys of a tile
     num_warps: int
     query_through_out: bool = False  # see `_load_query`
+    ahead: bool = True  # rows one tile ahead, in registers; see `_attend_tiles`
+    registers: int | None = None  # most registers of a thread; None = the compiler's choice
 
 
 FEW_HEADS = AttendConfig(16, 64, 8)
 """16 rows are the smallest matrix instruction of every GPU; 84 KB of shared memory fit all of them.
-H200, 8 heads, 128 tokens, 640 keys: 60.8 us; 32 keys a tile 83.3, 4 warps 95.3, keys on the rows of the matrix
+H200, 8 heads, 128 tokens, 640 keys: 60.8 us, later 53.1; 32 keys a tile 83.3, 4 warps 95.3, keys on the rows of the matrix
 instruction 77.0."""
-MANY_HEADS_HOPPER = AttendConfig(64, 64, 8, query_through_out=True)
+MANY_HEADS_HOPPER = AttendConfig(64, 64, 8, query_through_out=True, ahead=False)
 """64 rows are what Hopper's matrix instruction needs; 8 warps hold the 64 x 512 accumulator.
 H200, 64 heads, 128 tokens: 84.8 us; the query kept in registers 137.5, 32 keys a tile 92.0, and
 FEW_HEADS, which widens every key four times, 226."""
@@ -52,8 +54,12 @@ def attend_splits(
     """Programs that share the keys of one token, 1 = none: as many as run at once.
 
     One program fills a multiprocessor (registers); a second wave cost more than it gave (8 tokens, 64
-    heads: 4 splits 28.5 us, 8 splits 46.4; 32 tokens: 1 split 56.1, 2 splits 74.4).
+    heads: 4 splits 28.5 us, 8 splits 46.4; 32 tokens: 1 split 56.1, 2 splits 74.4). Many heads are never
+    split: a second accumulator, to add the parts up, does not fit beside the first (1040 bytes of spills;
+    64 tokens, 64 heads: 1 split 76.1 us, 2 splits 105.6).
     """
+    if config.heads >= MANY_HEADS_HOPPER.heads:
+        return 1
     programs = num_tokens * -(-num_heads // config.heads)
     tiles = -(-num_keys // config.keys)
     return max(1, min(num_sms // max(programs, 1), tiles, MAX_SPLITS))

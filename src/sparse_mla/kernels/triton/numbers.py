@@ -15,6 +15,7 @@ SCALE_FLOOR = tl.constexpr(1e-4)  # amax below it is taken as it, so a zero bloc
 INVERSE_E4M3_MAX = tl.constexpr(1.0 / 448.0)
 INVERSE_E2M1_MAX = tl.constexpr(1.0 / 6.0)
 SMALLEST_E4M3 = tl.constexpr(2.0**-9)
+F32_MAX = tl.constexpr(3.4028234663852886e38)
 
 # A word of four e4m3 codes and a bf16 scale, twice in a word -> four bf16 values. A byte moves to the
 # top of a 16-bit lane, its exponent and mantissa slide down into the bf16 fields (worth
@@ -154,7 +155,7 @@ def decode_e2m1(code):
 
 @triton.jit
 def encode_e4m3(x):
-    """float32 -> uint8 code: clamped to +-448, to nearest, ties to even, sign of zero kept, NaN 0x7F."""
+    """float32 -> uint8 code: clamped to +-448, to nearest, ties to even, sign of zero kept, every NaN 0x7F."""
     bits = x.to(tl.uint32, bitcast=True)
     nan = (bits & 0x7FFFFFFF) > 0x7F800000
     clamped = tl.minimum(bits & 0x7FFFFFFF, 0x43E00000)  # 448.0
@@ -163,13 +164,16 @@ def encode_e4m3(x):
     shifted = clamped.to(tl.float32, bitcast=True) + 16384.0
     small = shifted.to(tl.uint32, bitcast=True) - 0x46800000
     code = tl.where(clamped < 0x3C800000, small, normal)
-    code = tl.where(nan, 0x7F, code)
-    return (code | ((bits >> 24) & 0x80)).to(tl.uint8)
+    code |= (bits >> 24) & 0x80
+    return tl.where(nan, 0x7F, code).to(tl.uint8)
 
 
 @triton.jit
 def quantise_e4m3(x, HARDWARE: tl.constexpr):
-    """`encode_e4m3`, by the GPU's own conversion where it has one (same bits)."""
+    """`encode_e4m3` of a product, by the GPU's own conversion where it has one (same bits).
+
+    The conversion may keep the sign of a NaN; float32 arithmetic of a GPU only makes positive ones.
+    """
     if HARDWARE:
         return tl.inline_asm_elementwise(
             _CONVERT_E4M3, "=r,r,r,r,r", [x], dtype=tl.uint8, is_pure=True, pack=4
@@ -192,10 +196,13 @@ def encode_e2m1(x):
 
 @triton.jit
 def ue8m0_byte(amax):
-    """float32 amax -> uint32 byte of ceil(log2(max(amax, 1e-4) / 448)), by exponent bits."""
-    ratio = tl.maximum(amax, SCALE_FLOOR) * INVERSE_E4M3_MAX
+    """float32 amax -> uint32 byte of ceil(log2(max(amax, 1e-4) / 448)), by exponent bits.
+
+    An infinite amax counts as the largest float32 (byte 247).
+    """
+    ratio = tl.minimum(tl.maximum(amax, SCALE_FLOOR), F32_MAX) * INVERSE_E4M3_MAX
     bits = ratio.to(tl.uint32, bitcast=True)
-    return tl.minimum((bits >> 23) + tl.where((bits & 0x7FFFFF) != 0, 1, 0).to(tl.uint32), 255)
+    return (bits >> 23) + tl.where((bits & 0x7FFFFF) != 0, 1, 0).to(tl.uint32)
 
 
 @triton.jit

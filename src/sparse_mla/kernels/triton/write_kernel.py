@@ -49,11 +49,13 @@ def _store_row(
     RECORD: tl.constexpr,
     HARDWARE_E4M3: tl.constexpr,
 ):
-    """Quantise and store rows; bytes of other rows are not touched."""
+    """Quantise and store rows as the codec does, NaN and infinity included; other bytes stay."""
     BLOCKS: tl.constexpr = RECORD.dim // RECORD.scale_block
     SIZE: tl.constexpr = RECORD.scale_block
     blocks = tl.reshape(values, [N, BLOCKS, SIZE])
-    amax = tl.max(tl.abs(blocks), 2)
+    magnitude = blocks.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    nan = magnitude > 0x7F800000
+    amax = tl.max(tl.where(nan, 0, magnitude), 2).to(tl.float32, bitcast=True)
     block = tl.arange(0, BLOCKS)[None, :]
     here = valid[:, None]
     if RECORD.value_bits == 8:
@@ -68,7 +70,10 @@ def _store_row(
         scale = quantise_e4m3(ratio, HARDWARE_E4M3)
         quotient = tl.div_rn(blocks, tl.broadcast_to(decode_e4m3(scale)[:, :, None], blocks.shape))
         low, high = tl.split(tl.reshape(encode_e2m1(quotient), [N, DIM // 2, 2]))
-        codes = low | (high << 4)
+        codes = tl.reshape(low | (high << 4), [N, BLOCKS, SIZE // 2])
+        spoilt = tl.max(nan.to(tl.int32), 2) != 0  # e2m1 has no NaN: the scale takes it
+        codes = tl.reshape(tl.where(spoilt[:, :, None], 0, codes), [N, DIM // 2]).to(tl.uint8)
+        scale = tl.where(spoilt, 0x7F, scale).to(tl.uint8)
         byte_index = tl.arange(0, DIM // 2)[None, :]
         kept = here & (byte_index >= 0)
     tl.store(pages + (data[:, None] + byte_index), codes, mask=kept)

@@ -1,0 +1,204 @@
+"""Score index keys and keep the best positions of each row, on any GPU that Triton knows.
+
+Scores are float32 sums made by tensor cores, so two keys whose exact scores differ by less than a
+rounding of the sum (about 2**-22 of `sum_h |weight_h| |q_h| |k|`) may be ordered either way; the choice
+among the float32 scores is exact, ties go to the lower position. Scores of a row do not depend on the
+other rows, except that steps of many rows a request run another kernel, whose sum over heads may be
+grouped differently. Rows that hold NaN codes get lists within range, of unspecified entries.
+
+Scratch: rows are processed in chunks whose scores fit into `SCORE_SCRATCH_BYTES`, from the longest
+context that the caller allows, never from data. Nothing waits for the device, and which kernels are
+launched follows from the call's shapes and its `max_visible`: a call can be captured into a graph that
+is replayed with other counts up to `max_visible`, other tables and other requests.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+
+from sparse_mla.kernels.index_contract import IndexTopkCall, IndexTopkOut
+from sparse_mla.kernels.triton.index_scores import row_scores_kernel, shared_scores_kernel
+from sparse_mla.kernels.triton.index_select import (
+    block_maxima_kernel,
+    select_blocks_kernel,
+    select_positions_kernel,
+)
+from sparse_mla.kernels.triton.launch import compile_mode, device_facts
+
+SCORE_SCRATCH_BYTES = 128 << 20
+"""What the scores of a chunk of rows may take; one row takes 4.2 MB at 2**20 keys."""
+KEYS = 128
+"""Keys of a tile."""
+GROUP = 16
+"""Keys whose best score is kept beside the scores. The select kernel then looks at keys / 16 maxima and at
+16 * topk scores: at 128K keys, 8192 of each, one pass of `SELECT_LANES`."""
+SHARED_LANES = 128
+"""(row, head) pairs of one product in the kernel that shares keys among rows."""
+SHARED_PARTS = 4
+"""Products that one loaded tile of keys is used for."""
+ROWS_TO_SHARE = 4
+"""Rows a request, on average, from which sharing a tile of keys pays."""
+MAX_TILES, PROGRAMS_PER_SM = 8, 8
+"""A program of the other kernel takes as many tiles of its row as leave each multiprocessor this many
+programs, and no more than `MAX_TILES`."""
+SELECT_LANES = 8192
+SELECT_WARPS = 16
+MAXIMA_BLOCKS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class _Scratch:
+    """What a chunk of rows is scored into; the next chunk overwrites it."""
+
+    scores: Tensor  # int32 [rows, columns] in integer order
+    maxima: Tensor  # int32 [rows, columns / GROUP]
+    groups: Tensor  # int32 [rows, topk]
+    blocks: Tensor | None  # int32 [rows, blocks], if candidates are published
+
+
+def row_bytes(columns: int, topk: int, blocks: int) -> int:
+    """Scratch of one row: its scores, the best of each group, the chosen groups, the best of blocks."""
+    return 4 * (columns + columns // GROUP + topk + blocks)
+
+
+def scratch_bytes(max_visible: int, topk: int, candidate_block_size: int = 8) -> int:
+    """Upper bound of what `index_topk` allocates beside its arguments, for any number of rows.
+
+    Only a single row of more than about 30 million keys passes the constant.
+    """
+    columns = -(-max_visible // KEYS) * KEYS
+    one = row_bytes(columns, topk, -(-max_visible // candidate_block_size))
+    return max(SCORE_SCRATCH_BYTES, one)
+
+
+def index_topk(call: IndexTopkCall, out: IndexTopkOut) -> None:
+    """Fill the lists of every row; the rule is that of `IndexTopkCall` and `IndexTopkOut`.
+
+    A row that sees at most `topk` keys takes all of them and publishes no candidates (-1). A key on a
+    page that the request does not have is never chosen.
+    """
+    tokens = call.queries.num_tokens
+    if tokens == 0:
+        return
+    limit = min(call.max_visible, call.block_table.shape[1] * call.keys.page_rows)
+    if not call.keys.num_slots:
+        limit = 0
+    if limit <= call.topk:
+        columns = 0
+    elif call.candidates is not None:
+        columns = call.candidates.shape[1] * call.candidate_block_size
+    else:
+        columns = limit
+    columns = -(-columns // KEYS) * KEYS
+    blocks = 0 if out.candidates is None or not columns else -(-limit // call.candidate_block_size)
+    rows = max(1, min(tokens, SCORE_SCRATCH_BYTES // row_bytes(columns, call.topk, blocks)))
+    scratch = _allocate(rows, columns, call.topk, blocks, out)
+    requests = _requests(call)
+    for first in range(0, tokens, rows):
+        count = min(rows, tokens - first)
+        if columns:
+            _score(call, requests, scratch, first, count, limit)
+        _select(call, out, scratch, first, count, limit)
+
+
+def _allocate(rows: int, columns: int, topk: int, blocks: int, out: IndexTopkOut) -> _Scratch:
+    def empty(width: int) -> Tensor:
+        return torch.empty(rows, width, dtype=torch.int32, device=out.positions.device)
+
+    wanted = None if out.candidates is None else empty(blocks)
+    return _Scratch(empty(columns), empty(columns // GROUP), empty(topk), wanted)
+
+
+def _requests(call: IndexTopkCall) -> Tensor:
+    """int32 [T], the request of each row."""
+    if call.request_ids is not None:
+        return call.request_ids
+    offsets = call.query_start_loc.long()
+    counts = offsets[1:] - offsets[:-1]
+    requests = torch.zeros(call.queries.num_tokens, dtype=torch.int32)
+    ids = torch.arange(counts.shape[0], dtype=torch.int32)
+    requests[: int(offsets[-1])] = torch.repeat_interleave(ids, counts)
+    return requests.to(call.visible.device, non_blocking=True)
+
+
+def _score(
+    call: IndexTopkCall, requests: Tensor, scratch: _Scratch, first: int, count: int, limit: int
+) -> None:
+    queries, cache, candidates = call.queries, call.keys, call.candidates
+    facts = device_facts(call.visible.device)
+    heads = max(16, triton.next_power_of_2(queries.num_heads))
+    tiles = scratch.scores.shape[1] // KEYS
+    num_requests = call.query_start_loc.shape[0] - 1
+    shared = candidates is None and queries.num_tokens >= ROWS_TO_SHARE * num_requests
+    unit = 16 if cache.page_stride_bytes % 16 == 0 and cache.pages.data_ptr() % 16 == 0 else 4
+    arguments = (
+        scratch.scores,
+        scratch.maxima,
+        queries.codes,
+        queries.codes if queries.scales is None else queries.scales,
+        queries.weights,
+        cache.pages,
+        call.block_table,
+        requests,
+        call.visible,
+        first,
+        tiles,
+        queries.num_heads,
+        call.topk,
+        limit,
+        call.block_table.shape[1],
+        cache.num_pages,
+        cache.page_rows,
+        cache.page_stride_bytes // unit,
+        scratch.scores.stride(0),
+        scratch.maxima.stride(0),
+        call.block_table.stride(0),
+    )
+    mode = compile_mode(row_scores_kernel)
+    if shared:
+        share = max(1, SHARED_LANES // heads)
+        programs = -(-count // (share * SHARED_PARTS)) * tiles
+        shared_scores_kernel[(programs,)](
+            *arguments, count, RECORD=cache.record, UNIT=unit, HEADS=heads, KEYS=KEYS, GROUP=GROUP,
+            ROWS=share, PARTS=SHARED_PARTS, MODE=mode, num_warps=8,
+        )  # fmt: skip
+        return
+    listed = call.visible[:, None] if candidates is None else candidates
+    per_program = max(1, min(MAX_TILES, count * tiles // (PROGRAMS_PER_SM * facts.num_sms)))
+    row_scores_kernel[(count * -(-tiles // per_program),)](
+        *arguments, per_program, listed, listed.shape[1], call.candidate_block_size,
+        listed.stride(0), RECORD=cache.record, UNIT=unit, HEADS=heads, KEYS=KEYS, GROUP=GROUP,
+        FILTER=candidates is not None, MODE=mode, num_warps=4,
+    )  # fmt: skip
+
+
+def _select(
+    call: IndexTopkCall, out: IndexTopkOut, scratch: _Scratch, first: int, count: int, limit: int
+) -> None:
+    candidates, block_size = call.candidates, call.candidate_block_size
+    scores, maxima = scratch.scores, scratch.maxima
+    select_positions_kernel[(count,)](
+        out.positions, scratch.groups, scores, maxima, call.visible,
+        call.visible if candidates is None else candidates, first, call.topk, limit,
+        0 if candidates is None else candidates.shape[1], block_size, scores.stride(0),
+        maxima.stride(0), scratch.groups.stride(0), out.positions.stride(0),
+        0 if candidates is None else candidates.stride(0), LANES=SELECT_LANES, GROUP=GROUP,
+        FILTER=candidates is not None, num_warps=SELECT_WARPS,
+    )  # fmt: skip
+    published, best = out.candidates, scratch.blocks
+    if published is None or best is None:
+        return
+    if best.shape[1]:
+        parts = -(-best.shape[1] // MAXIMA_BLOCKS)
+        block_maxima_kernel[(count * parts,)](
+            best, scores, call.visible, first, call.topk, limit, best.shape[1], block_size,
+            scores.stride(0), best.stride(0), BLOCKS=MAXIMA_BLOCKS, num_warps=4,
+        )  # fmt: skip
+    select_blocks_kernel[(count,)](
+        published, best, call.visible, first, call.topk, limit, block_size, published.shape[1],
+        best.stride(0), published.stride(0), LANES=SELECT_LANES, num_warps=SELECT_WARPS,
+    )  # fmt: skip

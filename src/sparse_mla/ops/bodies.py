@@ -1,0 +1,38 @@
+"""Helpers whose body follows from the device alone: Triton where it runs, PyTorch elsewhere."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sparse_mla.backends.declarations import TRITON
+from sparse_mla.backends.select import DeviceInfo, load_kernel
+from sparse_mla.metadata.rules import TORCH_RULES, MetadataRules
+
+
+def runs_triton(device: torch.device | str) -> bool:
+    """Whether the portable kernels run there; false for a CPU, the interpreter included."""
+    info = DeviceInfo.detect(device)
+    return info.kind == "cuda" and not TRITON.device_refusals(info)
+
+
+def rms_norm(rows: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """bf16 [T, dim] = v * rsqrt(mean(v**2) + eps) * weight, float32 inside, rounded once.
+
+    Args:
+        rows: bf16 or float32 [T, dim].
+        weight: float32 [dim].
+        eps: added to the mean square.
+    """
+    body = load_kernel("triton" if runs_triton(rows.device) else "torch", "rms_norm")
+    normed: Tensor = body(rows, weight, eps)
+    return normed
+
+
+def metadata_rules(device: torch.device | str) -> MetadataRules:
+    """Who computes a step's metadata there; pass it to `StepMetadataBuilder`."""
+    if not runs_triton(device):
+        return TORCH_RULES
+    from sparse_mla.kernels.triton.metadata import TRITON_RULES
+
+    return TRITON_RULES
