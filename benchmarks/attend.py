@@ -1,8 +1,9 @@
 """Portable attention and the window writer against the peer, each checked against the oracle first.
 
-    python benchmarks/attend.py [--write]
+    python benchmarks/attend.py [--write] [--variants]
 
-Prints one row per case; `--write` appends result lines to `benchmarks/baselines/<gpu>.jsonl`.
+Prints one row per case; `--write` appends result lines to `benchmarks/baselines/<gpu>.jsonl`. `--variants`
+times other launch configs of the portable kernel instead, one line each, in use or not.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ import triton
 
 from sparse_mla.cache.records import MXFP8, NVFP4, V4, RecordFormat
 from sparse_mla.kernels.contract import AttendCall, KeySet, Layout
-from sparse_mla.kernels.triton.attend import attend
+from sparse_mla.kernels.triton.attend import Launch, attend, launch_attend, plan_launch
+from sparse_mla.kernels.triton.configs import FEW_HEADS, MANY_HEADS_HOPPER, AttendConfig
 from sparse_mla.testing.compare import TENSOR_CORE_BODY, assert_matches_oracle
 from sparse_mla.testing.inputs import AttendProblem, make_problem
 
@@ -47,6 +49,38 @@ CASES = (
     Case(128, 64, V4, V4),
     Case(128, 64, MXFP8, NVFP4),
 )
+
+
+PAIRED = AttendConfig(16, 64, 8, ahead=False, registers=128)
+"""Two programs of 8 warps on a multiprocessor, which cover each other's waits."""
+VARIANTS: tuple[tuple[Case, AttendConfig | None, int], ...] = (  # None = as launched
+    (Case(128, 8), None, 1),
+    (Case(128, 8), PAIRED, 1),
+    (Case(128, 8), PAIRED, 2),
+    (Case(128, 8), replace(PAIRED, ahead=True), 2),
+    (Case(128, 8), replace(PAIRED, keys=32), 2),
+    (Case(128, 8), AttendConfig(16, 32, 4), 2),
+    (Case(128, 8), FEW_HEADS, 2),
+    (Case(512, 8), None, 1),
+    (Case(512, 8), PAIRED, 1),
+    (Case(66, 8), None, 1),
+    (Case(66, 8), PAIRED, 4),
+    (Case(16, 8), None, 1),
+    (Case(16, 8), PAIRED, 10),
+    (Case(128, 8, MXFP8, NVFP4), None, 1),
+    (Case(128, 8, MXFP8, NVFP4), PAIRED, 2),
+    (Case(8, 64), None, 1),
+    (Case(8, 64), PAIRED, 8),
+    (Case(32, 64), None, 1),
+    (Case(32, 64), PAIRED, 2),
+    (Case(64, 64), None, 1),
+    (Case(64, 64), PAIRED, 1),
+    (Case(64, 64), AttendConfig(32, 64, 8, ahead=False), 1),
+    (Case(128, 64, MXFP8, NVFP4), None, 1),
+    (Case(128, 64, MXFP8, NVFP4), replace(MANY_HEADS_HOPPER, keys=32), 1),
+    (Case(128, 64, MXFP8, NVFP4), replace(MANY_HEADS_HOPPER, query_through_out=False), 1),
+)
+"""(case, config, splits)."""
 
 
 def build(
@@ -83,7 +117,18 @@ def other(keys: KeySet) -> KeySet:
     )
 
 
-def check(case: Case) -> None:
+def launch_of(call: AttendCall, config: AttendConfig | None, splits: int) -> Launch:
+    """A launch of a call with a given config, scratch included; None = as `attend` launches it."""
+    if config is None:
+        return plan_launch(call)
+    rows = call.num_tokens * splits * call.num_heads
+    partial = torch.empty(rows * 514, dtype=torch.float32, device="cuda")
+    counters = call.num_tokens * -(-call.num_heads // 16)
+    arrivals = torch.zeros(counters, dtype=torch.int32, device="cuda")
+    return Launch(config, splits, partial, rows * 512, arrivals)
+
+
+def check(case: Case, config: AttendConfig | None = None, splits: int = 1) -> None:
     """The oracle on a small problem of the same kind; raises if it does not hold."""
     problem = make_problem(
         tokens=min(case.tokens, 4),
@@ -97,8 +142,30 @@ def check(case: Case) -> None:
         device="cuda",
     )
     call, out = problem.call(), problem.allocate_out(fp8=True, layout=Layout.CHUNK_INTERLEAVED)
-    attend(call, out)
-    assert_matches_oracle(call, out, replace(TENSOR_CORE_BODY, max_code_share=0.06))
+    launch_attend(call, out, launch_of(call, config, splits))
+    assert_matches_oracle(call, out, TENSOR_CORE_BODY)
+
+
+def measure_variant(case: Case, config: AttendConfig | None, splits: int) -> str:
+    """One line: a case with a config."""
+    check(case, config, splits)
+    problem, calls = build(case, case.window, case.compressed)
+    out = problem.allocate_out(
+        fp8=True, layout=Layout.CHUNK_INTERLEAVED, lse=False, max_logits=False
+    )
+    launch = launch_of(calls[0], config, splits)
+    micro = common.time_launches(
+        [lambda call=call: launch_attend(call, out, launch) for call in calls]
+    )
+    used = launch.config
+    return (
+        f"tokens {case.tokens:4} heads {case.heads:3} {case.window.name:6} {case.compressed.name:6} "
+        f"{micro:8.1f} us  {used.heads} heads x {used.keys} keys, {used.num_warps} warps, "
+        f"splits {launch.splits}{', ahead' if used.ahead else ''}"
+        f"{f', {used.registers} registers' if used.registers else ''}"
+        f"{', query through out' if used.query_through_out else ''}"
+        f"{'  (in use)' if config is None else ''}"
+    )
 
 
 def measure(case: Case, with_peer: bool) -> common.Result:
@@ -154,7 +221,12 @@ def main() -> None:
     """Measure every case."""
     parser = argparse.ArgumentParser(description="Portable attention against the peer.")
     parser.add_argument("--write", action="store_true")
+    parser.add_argument("--variants", action="store_true")
     options = parser.parse_args()
+    if options.variants:
+        for variant in VARIANTS:
+            print(measure_variant(*variant), flush=True)
+        return
     with_peer = peer.load_peer()
     results = [measure(case, with_peer) for case in CASES]
     for result in results:

@@ -63,7 +63,7 @@ def constants(
         "QUERY_INTERLEAVED": False, "QUERY_ALIGNED": True,
         "QUERY_THROUGH_OUT": config.query_through_out, "OUT_INTERLEAVED": False, "FP8": True,
         "LSE": False, "MAX_LOGITS": False, "SPLIT": split, "HEADS_PER_GROUP": 8,
-        "HEADS": config.heads, "KEYS": config.keys,
+        "HEADS": config.heads, "KEYS": config.keys, "AHEAD": config.ahead,
         "HARDWARE_E4M3": target >= 89, "MODE": "ptx",
     }  # fmt: skip
 
@@ -82,7 +82,11 @@ def measure(
     compiled = compile_kernel(
         ASTSource(attend_kernel, signature, fixed, aligned),
         target=GPUTarget("cuda", target, 32),
-        options={"num_warps": config.num_warps, "num_stages": 1},
+        options={
+            "num_warps": config.num_warps,
+            "num_stages": 1,
+            "maxnreg": config.registers,
+        },
     )
     tool = Path(triton.backends.nvidia.__file__).parent / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:

@@ -49,6 +49,8 @@ PARAMETERS = 10
 RECORD_BYTES = frozenset({584, 576, 528, 288})
 RECORDS_FILE = "cache/records.py"
 SETTINGS_FILE = "settings.py"
+FOREIGN_SIGNATURES = "compat/"
+"""Functions below it answer another library's calls: their parameters are not ours to group."""
 KERNEL_DECORATORS = ("triton.jit", "gluon.jit", "triton.autotune", "triton.heuristics", "jit")
 STANDARD = sys.stdlib_module_names
 
@@ -151,7 +153,8 @@ def functions(source: Source) -> Breach:
             arg.arg for arg in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)
         ]
         count = len([name for name in names if name not in ("self", "cls")])
-        if not node.name.startswith("_") and count > PARAMETERS:
+        foreign = source.path.startswith(FOREIGN_SIGNATURES)
+        if not node.name.startswith("_") and count > PARAMETERS and not foreign:
             yield (
                 node.lineno,
                 (f"{node.name} takes {count} parameters; allowed: {PARAMETERS}; group them"),

@@ -11,8 +11,10 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
+from sparse_mla.backends.declarations import KERNEL_BACKENDS
+from sparse_mla.backends.problem import DeviceInfo
 from sparse_mla.cli.common import EXIT_CHECK_FAILED, bad_input_exits, console, error_console
-from sparse_mla.errors import ArgumentError
+from sparse_mla.errors import ArgumentError, UnsupportedError
 from sparse_mla.settings import BACKEND_NAMES
 from sparse_mla.testing.check import CheckCase, CheckReport, backends_there, in_turn, run_checks
 from sparse_mla.testing.check_attend import named_attend, quick_attend, random_attend
@@ -57,8 +59,7 @@ def register(app: typer.Typer) -> None:
             if quick and every:
                 raise ArgumentError("--quick", "with --all", "one of the two")
             place = parse_device(device)
-            if backend not in BACKEND_NAMES:
-                raise ArgumentError("--backend", repr(backend), ", ".join(BACKEND_NAMES))
+            check_backend(backend, place)
         extent = "quick" if quick else "all" if every else "normal"
         names = backends_there(place) if every and backend == "auto" else (backend,)
         report = run(place, names, extent=extent, seed=seed, seconds=seconds, quiet=as_json)
@@ -95,13 +96,10 @@ def run(
 
 def choose_cases(extent: str, seed: int, device: torch.device) -> list[CheckCase]:
     """The cases of an extent, each kind in turn."""
-    few = device.type != "cpu"
-    randoms = random_attend(seed, RANDOM_CASES[extent], few_variants=few)
+    randoms = random_attend(seed, RANDOM_CASES[extent], few_variants=device.type != "cpu")
     caches = cache_checks(seed)
     if extent == "quick":
         return in_turn(quick_attend(), randoms, caches[::3])
-    if few:  # what compiles to few kernels first
-        return [*in_turn(quick_attend(), randoms, caches), *named_attend()]
     return in_turn(quick_attend(), named_attend(), randoms, caches)
 
 
@@ -112,7 +110,7 @@ def parse_device(text: str) -> torch.device:
         ArgumentError: no such device here.
     """
     if text == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return _with_index(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     try:
         device = torch.device(text)
     except RuntimeError as error:
@@ -122,7 +120,30 @@ def parse_device(text: str) -> torch.device:
         raise ArgumentError("--device", repr(text), f"{count} CUDA devices are here", "use cpu")
     if device.type not in ("cpu", "cuda"):
         raise ArgumentError("--device", repr(text), "auto, cpu, cuda or cuda:N")
+    return _with_index(device)
+
+
+def _with_index(device: torch.device) -> torch.device:
+    """`cuda` as `cuda:N`, which is what tensors there say."""
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
     return device
+
+
+def check_backend(name: str, device: torch.device) -> None:
+    """Raise unless a backend of that name runs on the device.
+
+    Raises:
+        ArgumentError: no such backend.
+        UnsupportedError: it does not run there; the message holds the reasons.
+    """
+    if name not in BACKEND_NAMES:
+        raise ArgumentError("--backend", repr(name), ", ".join(BACKEND_NAMES))
+    info = DeviceInfo.detect(device)
+    for body in KERNEL_BACKENDS:
+        refusals = body.device_refusals(info) if body.name == name else []
+        if refusals:
+            raise UnsupportedError(f"backend {name!r} on {info.describe()}", refusals)
 
 
 def show(report: CheckReport) -> None:
