@@ -6,7 +6,11 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-done
 WORKERS ?= 2
 
-.PHONY: setup run test test-gpu test-slow check format clean
+VLLM_VENV := .venv-vllm
+VLLM_STAMP := $(VLLM_VENV)/.setup-done
+VLLM_ENV := CUDA_VISIBLE_DEVICES= TRITON_INTERPRET=1 OMP_NUM_THREADS=1
+
+.PHONY: setup run test test-gpu test-slow test-vllm check format clean
 
 setup: $(STAMP)
 
@@ -25,6 +29,14 @@ test-slow: $(STAMP)
 
 test-gpu: $(STAMP)
 	$(BIN)/python -m pytest -m gpu $(ARGS)
+
+# vLLM's own classes on a CPU. The virtual environment takes 10 GB and some minutes, so CI does not make it.
+test-vllm: $(VLLM_STAMP)
+	$(VLLM_ENV) $(VLLM_VENV)/bin/python -m pytest -m "not gpu" tests/vllm $(ARGS)
+
+$(VLLM_STAMP): pyproject.toml scripts/setup-vllm-venv
+	PYTHON="$(PYTHON)" scripts/setup-vllm-venv $(VLLM_VENV)
+	@touch $@
 
 check: $(STAMP)
 	scripts/check

@@ -101,5 +101,6 @@ def test_pages_name_no_machine_of_ours() -> None:
 
 
 def test_scripts_are_executable() -> None:
-    for name in ("scripts/check", "scripts/setup-venv", "scripts/readme", ".ci/run"):
+    scripts = ("check", "docs", "readme", "setup-venv", "setup-vllm-venv", "vllm-page")
+    for name in (*(f"scripts/{script}" for script in scripts), ".ci/run"):
         assert (ROOT / name).stat().st_mode & 0o111, name
