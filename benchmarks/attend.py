@@ -1,6 +1,6 @@
 """Portable attention and the window writer against the peer, each checked against the oracle first.
 
-    python benchmarks/attend.py [--write] [--variants]
+    python benchmarks/attend.py [--peer PATH] [--write] [--variants]
 
 Prints one row per case; `--write` appends result lines to `benchmarks/baselines/<gpu>.jsonl`. `--variants`
 times other launch configs of the portable kernel instead, one line each, in use or not.
@@ -12,9 +12,9 @@ import argparse
 import datetime
 import subprocess
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import common
-import peer
 import torch
 import triton
 
@@ -22,6 +22,7 @@ from sparse_mla.cache.records import MXFP8, NVFP4, V4, RecordFormat
 from sparse_mla.kernels.contract import AttendCall, KeySet, Layout
 from sparse_mla.kernels.triton.attend import Launch, attend, launch_attend, plan_launch
 from sparse_mla.kernels.triton.configs import FEW_HEADS, MANY_HEADS_HOPPER, AttendConfig
+from sparse_mla.testing import peer
 from sparse_mla.testing.compare import TENSOR_CORE_BODY, assert_matches_oracle
 from sparse_mla.testing.inputs import AttendProblem, make_problem
 
@@ -220,6 +221,7 @@ def measure(case: Case, with_peer: bool) -> common.Result:
 def main() -> None:
     """Measure every case."""
     parser = argparse.ArgumentParser(description="Portable attention against the peer.")
+    parser.add_argument("--peer", type=Path, help="path of _flashmla_C.abi3.so")
     parser.add_argument("--write", action="store_true")
     parser.add_argument("--variants", action="store_true")
     options = parser.parse_args()
@@ -227,7 +229,9 @@ def main() -> None:
         for variant in VARIANTS:
             print(measure_variant(*variant), flush=True)
         return
-    with_peer = peer.load_peer()
+    with_peer = options.peer is not None
+    if with_peer:
+        peer.load_peer(options.peer)
     results = [measure(case, with_peer) for case in CASES]
     for result in results:
         print(

@@ -19,7 +19,7 @@ from sparse_mla.cache.records import RecordFormat
 from sparse_mla.errors import ShapeError, UnsupportedError
 from sparse_mla.kernels.contract import HEAD_DIM, ROPE_DIM
 from sparse_mla.metadata.plan import PlanScratch, TileSchedulerPlan
-from sparse_mla.metadata.rules import TORCH_RULES, MetadataRules, TopkRows
+from sparse_mla.metadata.rules import TopkRows
 from sparse_mla.ops.attend import (
     AttendBuffers,
     AttendOptions,
@@ -27,6 +27,7 @@ from sparse_mla.ops.attend import (
     mega_attention,
     sparse_attention,
 )
+from sparse_mla.ops.bodies import metadata_rules
 from sparse_mla.ops.write import write_compressed, write_window
 
 WARM_UP_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
@@ -73,7 +74,7 @@ class SlotLists:
         """Turn the indexer's positions into slots of the paged cache, in place."""
         rows = topk.shape[0]
         entries = TopkRows(topk, block_table, requests, page_rows, is_valid)
-        rules(topk.device).fill_topk_slots(self.slots[:rows], self.lengths[:rows], entries)
+        metadata_rules(topk.device).fill_topk_slots(self.slots[:rows], self.lengths[:rows], entries)
 
     def key_set(self, cache: PagedCache, rows: int) -> KeySet:
         """The first rows' lists over a cache."""
@@ -94,15 +95,6 @@ def shared_scratch(num_heads: int, device: torch.device) -> PlanScratch:
     launches follow one another, so one scratch serves all.
     """
     return PlanScratch(num_heads, DeviceInfo.detect(device).num_sms, device)
-
-
-def rules(device: torch.device) -> MetadataRules:
-    """Who computes lists on a device: kernels on a GPU, PyTorch elsewhere."""
-    if device.type != "cuda":
-        return TORCH_RULES
-    from sparse_mla.kernels.triton.metadata import TRITON_RULES
-
-    return TRITON_RULES
 
 
 def engine_records(kv_cache_dtype: str) -> RecordSet:
