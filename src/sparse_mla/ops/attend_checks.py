@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -21,9 +20,7 @@ from sparse_mla.errors import (
     StrideError,
 )
 from sparse_mla.kernels.contract import HEAD_DIM, MAX_HEADS, ROPE_DIM, AttendCall, KeySet, Layout
-
-if TYPE_CHECKING:
-    from sparse_mla.ops.attend import AttendBuffers, AttendOptions
+from sparse_mla.ops.attend_options import AttendBuffers, AttendOptions
 
 _FLOAT = (torch.float32,)
 _BF16 = (torch.bfloat16,)
