@@ -18,7 +18,7 @@ from sparse_mla.cache.kv_dtype import resolve_kv_cache_dtype
 from sparse_mla.cli.common import bad_input_exits, console
 from sparse_mla.errors import UnsupportedError
 
-PACKAGES = ("sparse-mla", "torch", "triton", "cuda-core", "matplotlib", "vllm")
+PACKAGES = ("sparse-mla", "torch", "triton", "cuda-bindings", "matplotlib", "vllm")
 
 Machine = Annotated[
     str | None,
