@@ -98,3 +98,39 @@ def test_topk_to_slots_reads_nothing_out_of_range(bounded: bool) -> None:
     assert torch.equal(results[0][0], results[1][0])
     assert torch.equal(results[0][1], results[1][1])
     assert results[1][0][0, :4].tolist() == [-1, -1, -1, -1]
+
+
+def test_a_request_without_a_table_has_no_slots() -> None:
+    """Requests -1 and past the table give -1 and do not read the tables of others."""
+    results = []
+    for rules in RULES:
+        requests = torch.tensor([0, -1, 1, 2, 2**31 - 1], dtype=torch.int32)
+        topk = TopkRows(
+            torch.tensor([[0, 3, -1]] * 5, dtype=torch.int32),
+            torch.tensor([[4, 5], [6, 7]], dtype=torch.int32),
+            requests,
+            2,
+            torch.ones(5, dtype=torch.bool),
+            None,
+        )
+        slots = torch.full((5, 3), 77, dtype=torch.int32)
+        lengths = torch.full((5,), 77, dtype=torch.int32)
+        rules.fill_topk_slots(slots, lengths, topk)
+        results.append((slots.tolist(), lengths.tolist()))
+    none = [-1, -1, -1]
+    assert results[0] == ([[8, 11, -1], none, [12, 15, -1], none, none], [2, 0, 2, 0, 0])
+    assert results[1] == results[0]
+
+
+@pytest.mark.parametrize("shape", [(2, 0), (0, 3)])
+def test_an_empty_table_closes_no_entry(shape: tuple[int, int]) -> None:
+    for rules in RULES:
+        rows = Rows(
+            torch.zeros(4, dtype=torch.int32),
+            torch.arange(4, dtype=torch.int32),
+            torch.ones(4, dtype=torch.bool),
+        )
+        slots = torch.full((4,), 77)
+        empty = torch.zeros(shape, dtype=torch.int32)
+        rules.fill_compressed_slots(slots, rows, empty, torch.arange(4), 2, 8)
+        assert slots.tolist() == [-1] * 4

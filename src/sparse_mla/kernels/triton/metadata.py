@@ -16,10 +16,12 @@ from sparse_mla.metadata.rules import MetadataRules, Rows, TopkRows, WindowSpans
 
 
 @triton.jit
-def _slot(table, table_stride, columns, request, position, page_rows, here):
-    """int64 slots of positions in the tables of requests, -1 where there is no page."""
+def _slot(table, table_stride, num_requests, columns, request, position, page_rows, here):
+    """int64 slots of positions in the tables of requests, -1 where there is no table or no page."""
     page = position // page_rows
-    found = here & (position >= 0) & (page < columns)
+    request += tl.zeros_like(position)  # one request or one for each position
+    known = (request >= 0) & (request < num_requests)
+    found = here & known & (position >= 0) & (page < columns)
     at = table + request.to(tl.int64) * table_stride + page
     block = tl.load(at, mask=found, other=-1)
     slot = block.to(tl.int64) * page_rows + (position - page * page_rows)
@@ -68,7 +70,9 @@ def rows_kernel(
 
 
 @triton.jit(
-    do_not_specialize=["width", "columns", "page_rows", "window", "indices_stride", "table_stride"],
+    do_not_specialize=[
+        "width", "num_requests", "columns", "page_rows", "window", "indices_stride", "table_stride",
+    ],
     do_not_specialize_on_alignment=[
         "indices", "lengths", "requests", "positions", "is_valid", "table", "replay_start",
         "query_start_loc", "seq_lens",
@@ -85,6 +89,7 @@ def window_kernel(
     query_start_loc,  # int32 [R + 1]
     seq_lens,  # int32 [R]
     width: tl.int32,
+    num_requests: tl.int32,
     columns: tl.int32,
     page_rows: tl.int32,
     window: tl.int32,
@@ -109,13 +114,24 @@ def window_kernel(
     target = indices + row * indices_stride
     for first in range(0, width, LANES):
         lane = first + tl.arange(0, LANES)
-        slot = _slot(table, table_stride, columns, request, start + lane, page_rows, lane < count)
+        slot = _slot(
+            table,
+            table_stride,
+            num_requests,
+            columns,
+            request,
+            start + lane,
+            page_rows,
+            lane < count,
+        )
         tl.store(target + lane, slot.to(tl.int32), mask=lane < width)
     tl.store(lengths + row, count)
 
 
 @triton.jit(
-    do_not_specialize=["num_rows", "columns", "page_rows", "ratio", "table_stride"],
+    do_not_specialize=[
+        "num_rows", "num_requests", "columns", "page_rows", "ratio", "table_stride",
+    ],
     do_not_specialize_on_alignment=[
         "slots", "requests", "positions", "is_valid", "table", "token_slots",
     ],
@@ -128,6 +144,7 @@ def compressed_slots_kernel(
     table,  # int32 [R, columns]
     token_slots,  # int64 [T]
     num_rows: tl.int32,
+    num_requests: tl.int32,
     columns: tl.int32,
     page_rows: tl.int32,
     ratio: tl.int32,
@@ -138,12 +155,21 @@ def compressed_slots_kernel(
     here = row < num_rows
     token_slot = tl.load(token_slots + row, mask=here, other=-1).to(tl.int64)
     slot = token_slot
-    if ratio > 1 and columns > 0:
+    if ratio > 1:
         position = tl.maximum(tl.load(positions + row, mask=here, other=0), 0)
         request = tl.load(requests + row, mask=here, other=0)
         token = tl.load(is_valid + row, mask=here, other=0) != 0
         closes = token & ((position + 1) % ratio == 0) & (token_slot >= 0)
-        slot = _slot(table, table_stride, columns, request, position // ratio, page_rows, closes)
+        slot = _slot(
+            table,
+            table_stride,
+            num_requests,
+            columns,
+            request,
+            position // ratio,
+            page_rows,
+            closes,
+        )
     tl.store(slots + row, slot, mask=here)
 
 
@@ -169,7 +195,8 @@ def visible_kernel(
 
 @triton.jit(
     do_not_specialize=[
-        "width", "columns", "page_rows", "slots_stride", "topk_stride", "table_stride",
+        "width", "num_requests", "columns", "page_rows", "slots_stride", "topk_stride",
+        "table_stride",
     ],
     do_not_specialize_on_alignment=[
         "slots", "lengths", "topk", "requests", "is_valid", "visible", "table",
@@ -184,6 +211,7 @@ def topk_slots_kernel(
     visible,  # int32 [T]
     table,  # int32 [R, columns]
     width: tl.int32,
+    num_requests: tl.int32,
     columns: tl.int32,
     page_rows: tl.int32,
     slots_stride: tl.int64,
@@ -201,7 +229,7 @@ def topk_slots_kernel(
         position = tl.load(topk + row * topk_stride + lane, mask=here, other=-1)
         if VISIBLE:
             here = here & (position < tl.load(visible + row))
-        slot = _slot(table, table_stride, columns, request, position, page_rows, here)
+        slot = _slot(table, table_stride, num_requests, columns, request, position, page_rows, here)
         tl.store(slots + row * slots_stride + lane, slot.to(tl.int32), mask=lane < width)
         last = tl.maximum(last, tl.max(tl.where(slot >= 0, lane + 1, 0), 0))
     tl.store(lengths + row, tl.where(tl.load(is_valid + row) != 0, last, 0))
@@ -228,7 +256,7 @@ def fill_window(
         window_kernel[(indices.shape[0],)](
             indices, lengths, rows.requests, rows.positions, _bytes(rows.is_valid), table,
             spans.replay_start, spans.query_start_loc, spans.seq_lens, indices.shape[1],
-            table.shape[1], spans.page_rows, spans.window, indices.stride(0), table.stride(0),
+            *table.shape, spans.page_rows, spans.window, indices.stride(0), table.stride(0),
             CAUSAL=spans.causal, LANES=LANES,
         )  # fmt: skip
 
@@ -241,7 +269,7 @@ def fill_compressed_slots(
     if count:
         compressed_slots_kernel[(-(-count // METADATA_ROWS),)](
             slots, rows.requests, rows.positions, _bytes(rows.is_valid), table, token_slots, count,
-            table.shape[1] if table.numel() else 0, page_rows, ratio, table.stride(0),
+            *table.shape, page_rows, ratio, table.stride(0),
             ROWS=METADATA_ROWS,
         )  # fmt: skip
 
@@ -264,7 +292,7 @@ def fill_topk_slots(slots: Tensor, lengths: Tensor, topk: TopkRows) -> None:
         visible = lengths if topk.visible is None else topk.visible
         topk_slots_kernel[(slots.shape[0],)](
             slots, lengths, topk.positions, topk.requests, _bytes(topk.is_valid), visible,
-            topk.table, slots.shape[1], topk.table.shape[1], topk.page_rows, slots.stride(0),
+            topk.table, slots.shape[1], *topk.table.shape, topk.page_rows, slots.stride(0),
             topk.positions.stride(0), topk.table.stride(0),
             VISIBLE=topk.visible is not None, LANES=LANES,
         )  # fmt: skip
