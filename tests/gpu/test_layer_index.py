@@ -27,6 +27,7 @@ from sparse_mla.testing.index_inputs import (
     make_index_call,
     make_large_call,
     selection_faults,
+    wild_rows,
 )
 from sparse_mla.testing.inputs import plain_rope_table, poisoned_cache
 
@@ -46,28 +47,13 @@ RECORDS = pytest.mark.parametrize("record", INDEX_RECORDS, ids=lambda record: re
 MODEL = {"topk": 512, "heads": 32, "page_rows": 64, "block_size": 8}
 
 
-def values(rows: int) -> Tensor:
-    """Rows over many binades, with zeros, infinities and NaN of both signs among them."""
-    generator = torch.Generator().manual_seed(0)
-    drawn = torch.randn(rows, 128, generator=generator)
-    drawn *= torch.exp2(torch.randint(-20, 12, (rows, 1), generator=generator).float())
-    drawn[0] = 0.0
-    drawn[1, ::3] = -0.0
-    drawn[2] = torch.exp2(torch.arange(128).float() - 64)
-    drawn[3, 5] = torch.inf
-    drawn[4, 7], drawn[4, 40] = torch.nan, -torch.nan
-    drawn[5] = 3e38
-    drawn[6, :64] = 1e-38
-    return drawn.to(torch.bfloat16)
-
-
 @RECORDS
 def test_queries_are_byte_exact(record: RecordFormat) -> None:
     results = []
     for device, prepare in (("cuda", prepare_index_queries), ("cpu", wanted_queries)):
         weights = torch.randn(3, 32, generator=torch.Generator().manual_seed(1))
         call = PrepareIndexQueriesCall(
-            queries=values(96).view(3, 32, 128).to(device),
+            queries=wild_rows(96).view(3, 32, 128).to(device),
             weights=weights.to(torch.bfloat16).to(device),
             positions=torch.tensor([0, 131, 10**12], device=device),
             rope=plain_rope_table(4096, device=device),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 
 import pytest
 import torch
@@ -12,25 +11,10 @@ from torch import Tensor
 from sparse_mla.errors import ArgumentError, DTypeError, IndexRangeError, ShapeError
 from sparse_mla.kernels.index_contract import CompressCall, Ring
 from sparse_mla.ops.compress import compress
+from sparse_mla.testing.index_inputs import ring_of
 
 DIM = 64
 CAPACITY = 8
-
-
-def ring_of(blocks: list[int], query_lens: list[int], starts: list[int], rows: Tensor) -> Ring:
-    """Ring of a step: request i has `query_lens[i]` rows from position `starts[i]` in `blocks[i]`."""
-    slots, ids = [], []
-    for request, (block, count, start) in enumerate(zip(blocks, query_lens, starts, strict=True)):
-        for position in range(start, start + count):
-            slots.append(block * CAPACITY + position % CAPACITY if block else -1)
-            ids.append(request)
-    offsets = [0, *itertools.accumulate(query_lens)]
-    return Ring(
-        rows=rows,
-        slots=torch.tensor(slots, dtype=torch.int64),
-        request_ids=torch.tensor(ids, dtype=torch.int32),
-        query_start_loc=torch.tensor(offsets, dtype=torch.int32),
-    )
 
 
 def call_of(

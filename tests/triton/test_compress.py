@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
 from torch import Tensor
@@ -11,6 +9,7 @@ from torch import Tensor
 from sparse_mla.kernels.index_contract import CompressCall, Ring
 from sparse_mla.kernels.torch.compress import compress as wanted_compress
 from sparse_mla.kernels.torch.rms_norm import rms_norm as wanted_norm
+from sparse_mla.testing.index_inputs import ring_of
 
 pytest.importorskip("triton")
 
@@ -19,21 +18,6 @@ from sparse_mla.kernels.triton.rms_norm import rms_norm
 
 DIM = 48
 CAPACITY = 8
-
-
-def ring_of(blocks: list[int], query_lens: list[int], starts: list[int], rows: Tensor) -> Ring:
-    """Request i has `query_lens[i]` rows from position `starts[i]` in block `blocks[i]`; 0 = none."""
-    slots, ids = [], []
-    for request, (block, count, start) in enumerate(zip(blocks, query_lens, starts, strict=True)):
-        for position in range(start, start + count):
-            slots.append(block * CAPACITY + position % CAPACITY if block else -1)
-            ids.append(request)
-    return Ring(
-        rows=rows,
-        slots=torch.tensor(slots, dtype=torch.int64),
-        request_ids=torch.tensor(ids, dtype=torch.int32),
-        query_start_loc=torch.tensor([0, *itertools.accumulate(query_lens)], dtype=torch.int32),
-    )
 
 
 def new_rows(blocks: int = 6) -> Tensor:

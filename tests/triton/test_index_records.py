@@ -12,6 +12,7 @@ from sparse_mla.kernels.torch.prepare_index_queries import (
     prepare_index_queries as wanted_queries,
 )
 from sparse_mla.kernels.torch.write_index_keys import write_index_keys as wanted_keys
+from sparse_mla.testing.index_inputs import wild_rows
 from sparse_mla.testing.inputs import plain_rope_table, poisoned_cache
 
 pytest.importorskip("triton")
@@ -23,25 +24,10 @@ RECORDS = pytest.mark.parametrize("record", INDEX_RECORDS, ids=lambda record: re
 ROPE = plain_rope_table(4096)
 
 
-def values(rows: int, seed: int = 0) -> Tensor:
-    """Rows over many binades, with zeros, infinities and NaN of both signs among them."""
-    generator = torch.Generator().manual_seed(seed)
-    drawn = torch.randn(rows, 128, generator=generator)
-    drawn *= torch.exp2(torch.randint(-20, 12, (rows, 1), generator=generator).float())
-    drawn[0] = 0.0
-    drawn[1, ::3] = -0.0
-    drawn[2] = torch.exp2(torch.arange(128).float() - 64)
-    drawn[3, 5] = torch.inf
-    drawn[4, 7], drawn[4, 40] = torch.nan, -torch.nan
-    drawn[5] = 3e38
-    drawn[6, :64] = 1e-38
-    return drawn.to(torch.bfloat16)
-
-
 @RECORDS
 def test_queries_are_byte_exact(record: RecordFormat) -> None:
     wide = torch.zeros(3, 7, 160, dtype=torch.bfloat16)
-    wide[:, :, :128] = values(21).view(3, 7, 128)
+    wide[:, :, :128] = wild_rows(21).view(3, 7, 128)
     call = PrepareIndexQueriesCall(
         queries=wide[:, :, :128],
         weights=torch.randn(3, 9, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)[

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +11,12 @@ from torch import Tensor
 from sparse_mla.cache.codec import decode_rows, gather_rows, scatter_rows
 from sparse_mla.cache.paged import PagedCache
 from sparse_mla.cache.records import RecordFormat, ScaleFormat
-from sparse_mla.kernels.index_contract import IndexQueries, IndexTopkCall, PrepareIndexQueriesCall
+from sparse_mla.kernels.index_contract import (
+    IndexQueries,
+    IndexTopkCall,
+    PrepareIndexQueriesCall,
+    Ring,
+)
 from sparse_mla.kernels.torch.prepare_index_queries import prepare_index_queries
 
 SUM_ROUNDINGS = 2.0**-21
@@ -227,3 +233,41 @@ def selection_faults(call: IndexTopkCall, row: int, positions: Tensor) -> list[s
         if short > slack:
             faults.append(f"a key left out scores {short:.3g} more than one chosen ({slack:.3g})")
     return faults
+
+
+def ring_of(blocks: list[int], query_lens: list[int], starts: list[int], rows: Tensor) -> Ring:
+    """Ring of a step: request i has `query_lens[i]` rows from position `starts[i]` in `blocks[i]`.
+
+    Args:
+        blocks: by request; 0 is the null block.
+        query_lens: rows of each request.
+        starts: first position of each request.
+        rows: float32 [blocks, capacity, 2 * dim], the state.
+    """
+    capacity = rows.shape[1]
+    slots, ids = [], []
+    for request, (block, count, start) in enumerate(zip(blocks, query_lens, starts, strict=True)):
+        for position in range(start, start + count):
+            slots.append(block * capacity + position % capacity if block else -1)
+            ids.append(request)
+    return Ring(
+        rows=rows,
+        slots=torch.tensor(slots, dtype=torch.int64),
+        request_ids=torch.tensor(ids, dtype=torch.int32),
+        query_start_loc=torch.tensor([0, *itertools.accumulate(query_lens)], dtype=torch.int32),
+    )
+
+
+def wild_rows(rows: int, seed: int = 0) -> Tensor:
+    """bf16 [rows, 128] over many binades; the first seven hold zeros, infinities and NaN of both signs."""
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.randn(rows, 128, generator=generator)
+    drawn *= torch.exp2(torch.randint(-20, 12, (rows, 1), generator=generator).float())
+    drawn[0] = 0.0
+    drawn[1, ::3] = -0.0
+    drawn[2] = torch.exp2(torch.arange(128).float() - 64)
+    drawn[3, 5] = torch.inf
+    drawn[4, 7], drawn[4, 40] = torch.nan, -torch.nan
+    drawn[5] = 3e38
+    drawn[6, :64] = 1e-38
+    return drawn.to(torch.bfloat16)

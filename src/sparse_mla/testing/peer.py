@@ -1,7 +1,7 @@
 """The peer: FlashMLA as vLLM ships it (`_flashmla_C.abi3.so` of its 0.33.0 wheel, torch >= 2.11).
 
-    pip download vllm==0.33.0 --no-deps -d /tmp/peer
-    unzip -j /tmp/peer/vllm-*.whl vllm/_flashmla_C.abi3.so -d .peer
+    pip download vllm==0.33.0 --no-deps -d .peer
+    unzip -j .peer/vllm-*.whl vllm/_flashmla_C.abi3.so -d .peer
 
 On SM90 it reads 584-byte rows and multiplies 64 or 128 heads; fewer are padded. It does attention alone:
 query RoPE, inverse RoPE and the FP8 cast are launches of their own there and are not counted.

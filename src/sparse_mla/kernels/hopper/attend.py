@@ -87,7 +87,7 @@ def attend(call: AttendCall, out: AttendOut) -> None:
         raise UnsupportedError("this call of the Hopper kernel", reasons)
     device = call.q.device
     index = torch.cuda.current_device() if device.index is None else device.index
-    head_blocks = -(-call.num_heads // HEADS_OF_A_CTA)
+    head_blocks = _head_blocks(call)
     items = call.num_tokens * head_blocks
     sms = _multiprocessors(index)
     splits = splits_of(call, sms)
@@ -130,8 +130,7 @@ def splits_of(call: AttendCall, num_sms: int) -> int:
     """CTAs that share each row of a call; 1 if its rows must not depend on their number."""
     if call.batch_invariant or (call.plan is not None and call.plan.batch_invariant):
         return 1
-    head_blocks = -(-call.num_heads // HEADS_OF_A_CTA)
-    return choose_splits(call.num_tokens * head_blocks, _tiles(call), num_sms)
+    return choose_splits(call.num_tokens * _head_blocks(call), _tiles(call), num_sms)
 
 
 def choose_splits(items: int, tiles: int, multiprocessors: int) -> int:
@@ -140,6 +139,10 @@ def choose_splits(items: int, tiles: int, multiprocessors: int) -> int:
         if splits <= tiles and items * 132 <= clusters * multiprocessors:
             return splits
     return 1
+
+
+def _head_blocks(call: AttendCall) -> int:
+    return -(-call.num_heads // HEADS_OF_A_CTA)
 
 
 def _tiles(call: AttendCall) -> int:
