@@ -29,6 +29,7 @@ STOREYS = {
     "integrations": 7,
     "cli": 8,
     "testing": 8,
+    "__main__": 8,
 }
 """Storey of each top-level module. A module imports only from its own storey or a lower one."""
 LIBRARIES = {  # library: path prefixes that may import it; every other one is refused

@@ -1,4 +1,4 @@
-"""The environment variables that this library reads, all of them, typed."""
+"""The environment variables that this library reads or sets, all of them, typed."""
 
 from __future__ import annotations
 
@@ -51,7 +51,48 @@ class Settings:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """This process among those that `torchrun` started together."""
+
+    rank: int  # RANK
+    size: int  # WORLD_SIZE, processes in all
+    local_rank: int  # LOCAL_RANK, on this machine
+    local_size: int  # LOCAL_WORLD_SIZE, processes on this machine
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str] | None = None) -> Launch | None:
+        """Read what `torchrun` sets; None in a process that it did not start.
+
+        Raises:
+            ArgumentError: only some of the variables are there, or one is no such number.
+        """
+        variables = os.environ if environment is None else environment
+        found = {name: variables.get(name) for name in _TORCHRUN}
+        if all(value is None for value in found.values()):
+            return None
+        numbers = []
+        for name, value in found.items():
+            if value is None or not (value.isascii() and value.isdigit()):
+                raise ArgumentError(
+                    f"environment variable {name}",
+                    repr(value),
+                    f"a number, as torchrun sets it with {', '.join(_TORCHRUN)}",
+                    "start with torchrun, or unset them all",
+                )
+            numbers.append(int(value))
+        return cls(*numbers)
+
+
+_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+
+
 @functools.cache
 def settings() -> Settings:
     """The settings of this process. `settings.cache_clear()` reads them again."""
     return Settings.from_environment()
+
+
+def leave_nvlink_multicast_off() -> None:
+    """Set NCCL_NVLS_ENABLE=0 for this process, unless the caller has set it; before NCCL's first use."""
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")

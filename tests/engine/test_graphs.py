@@ -34,5 +34,7 @@ def test_padded_decode_steps_change_nothing() -> None:
         assert all(check.passed for check in check_requests(engine, recorder, range(3), print))
     assert engine.graphs is not None
     assert engine.graphs.sizes == (1, 2, 4)
+    engine.release()
+    assert engine.graphs.sizes == ()
     for plain, padded in zip(*results, strict=True):
         assert torch.equal(plain, padded)

@@ -23,9 +23,16 @@ from sparse_mla.errors import ArgumentError
 
 
 def summarise(
-    engine: Engine, served: RunReport, checks: Sequence[CheckResult], plot: Path | None
+    engine: Engine,
+    served: RunReport,
+    checks: Sequence[CheckResult],
+    plot: Path | None,
+    agreed: bool | None = None,
 ) -> dict[str, Any]:
-    """Everything that the table shows, ready for JSON. Times in seconds, sizes in bytes."""
+    """Everything that the table shows, ready for JSON. Times in seconds, sizes in bytes.
+
+    `agreed`: whether all ranks gave the checked requests the same bits; None if nothing was compared.
+    """
     cfg, records = engine.cfg, engine.caches.records
     choice = _backend(engine)
     steps = served.steps
@@ -72,8 +79,11 @@ def summarise(
         "backend_rejected": [
             {"name": name, "reasons": list(reasons)} for name, reasons in choice.rejected
         ],
+        "ranks": engine.ranks.size,
+        "heads_per_rank": engine.stack.num_heads,
+        "ranks_agree": agreed,
         "checks": [check.as_dict() for check in checks],
-        "passed": all(check.passed for check in checks),
+        "passed": agreed is not False and all(check.passed for check in checks),
         "plot": None if plot is None else str(plot),
     }
 
@@ -129,8 +139,17 @@ def _rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
         ("KV cache", f"{summary['kv_cache_dtype']} ({records})"),
         ("KV bytes", memory),
         ("pages, peak", pages),
+        ("ranks", _ranks(summary)),
         ("backend", f"{backend}; {rejected}" if rejected else backend),
     ]
+
+
+def _ranks(summary: dict[str, Any]) -> str:
+    text = f"{summary['ranks']} with {summary['heads_per_rank']} heads"
+    if summary["ranks"] == 1 or summary["ranks_agree"] is None:
+        return text
+    agree = "the same" if summary["ranks_agree"] else "DIFFERENT"
+    return f"{text} each; {agree} outputs and lists of the checked requests on all ranks"
 
 
 def check_plot(path: Path) -> None:
@@ -196,7 +215,7 @@ def _backend(engine: Engine) -> BackendChoice:
     problem = Problem(
         op="attend",
         num_tokens=engine.options.max_batched_tokens,
-        num_heads=cfg.num_attention_heads,
+        num_heads=engine.stack.num_heads,
         window_record=records.window.name,
         compressed_record=records.compressed.name if compressed else None,
         window_keys=cfg.sliding_window,

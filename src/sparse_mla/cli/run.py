@@ -25,9 +25,11 @@ from sparse_mla.cli.common import (
 )
 from sparse_mla.config.model import ModelConfig
 from sparse_mla.config.topology import LayerKind, layer_topology, with_sources
+from sparse_mla.engine.launch import device_of_rank, joined
 from sparse_mla.engine.run import Engine, EngineOptions
 from sparse_mla.engine.trace import TraceRequest, default_trace, read_trace
 from sparse_mla.errors import ArgumentError
+from sparse_mla.settings import Launch
 
 DEFAULT_PLOT = Path("run-report.png")
 
@@ -65,6 +67,14 @@ ReplayMode = Annotated[
     ),
 ]
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")]
+Tp = Annotated[
+    int,
+    typer.Option(
+        "--tp",
+        min=1,
+        help="Ranks that share the heads out, one process and one GPU each (torchrun).",
+    ),
+]
 Seed = Annotated[int, typer.Option(help="Of weights and hidden states.")]
 Check = Annotated[
     bool, typer.Option("--check/--no-check", help="Compare sampled requests with a dense run.")
@@ -89,6 +99,7 @@ class RunOptions:
     shared_prefix: int = 256
     replay: Replay = Replay.BOUNDED
     device: str = "cpu"
+    tp: int = 1
     seed: int = 0
     check: bool = True
     as_json: bool = False
@@ -111,6 +122,7 @@ def register(app: typer.Typer) -> None:
         shared_prefix: SharedPrefix = d.shared_prefix,
         replay: ReplayMode = d.replay,
         device: Device = d.device,
+        tp: Tp = d.tp,
         seed: Seed = d.seed,
         check: Check = d.check,
         as_json: Json = d.as_json,
@@ -128,6 +140,7 @@ def register(app: typer.Typer) -> None:
             shared_prefix=shared_prefix,
             replay=replay,
             device=device,
+            tp=tp,
             seed=seed,
             check=check,
             as_json=as_json,
@@ -140,35 +153,56 @@ def register(app: typer.Typer) -> None:
 
 
 def serve(options: RunOptions) -> bool:
-    """Run, print, plot.
+    """Run, print, plot. Of several ranks the first one checks and prints.
 
     Returns:
-        Whether every check passed (True without checks).
+        Whether every check passed (True without checks, and on the other ranks if all ranks agree).
 
     Raises:
         SparseMLAError: bad input; nothing has run then.
     """
-    engine = build_engine(options)
-    sampled = checking.sample_requests(engine) if options.check else []
-    recorder = engine.keep(sampled)
-    if engine.added_layer_ids:
-        added = ", ".join(str(layer_id) for layer_id in engine.added_layer_ids)
-        error_console().print(f"added layers {added}: the chosen ones read their caches or lists")
-    with _progress(sum(request.rows for request in engine.requests), "serving") as advance:
-        served = engine.run(lambda step: advance(step.rows))
+    inputs = read_inputs(options)
+    with joined(options.tp, inputs.device, inputs.launch) as ranks:
+        engine = Engine(inputs.cfg, inputs.trace, inputs.engine, ranks)
+        sampled = checking.sample_requests(engine) if options.check else []
+        recorder = engine.keep(sampled)
+        first = ranks.rank == 0
+        if first and engine.added_layer_ids:
+            added = ", ".join(str(layer_id) for layer_id in engine.added_layer_ids)
+            error_console().print(
+                f"added layers {added}: the chosen ones read their caches or lists"
+            )
+        rows = sum(request.rows for request in engine.requests)
+        with _progress(rows, "serving", shown=first) as advance:
+            served = engine.run(lambda step: advance(step.rows))
+        agreed = ranks.agree(recorder.digest()) if sampled else None
+        engine.release()
+    if not first:
+        return agreed is not False
     with _progress(sum(engine.requests[i].rows for i in sampled), "checking") as advance:
         checks = checking.check_requests(engine, recorder, sampled, advance)
     plot = report.save_plot(served, options.plot or DEFAULT_PLOT)
-    summary = report.summarise(engine, served, checks, plot)
+    summary = report.summarise(engine, served, checks, plot, agreed)
     if options.as_json:
         typer.echo(json.dumps(summary, indent=2))
     else:
         report.print_summary(console(), summary)
-    return all(check.passed for check in checks)
+    return bool(summary["passed"])
 
 
-def build_engine(options: RunOptions) -> Engine:
-    """Read and check every input, then allocate.
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """Everything that a run reads, checked; nothing is allocated yet."""
+
+    cfg: ModelConfig
+    trace: list[TraceRequest]
+    engine: EngineOptions
+    device: torch.device  # of this rank
+    launch: Launch | None
+
+
+def read_inputs(options: RunOptions) -> Inputs:
+    """Read and check every input.
 
     Raises:
         SparseMLAError: bad input.
@@ -176,24 +210,24 @@ def build_engine(options: RunOptions) -> Engine:
     cfg = load_config(options.config)
     layer_ids = default_layers(cfg) if options.layers is None else parse_layers(options.layers, cfg)
     _check_device(options.device)
+    launch = Launch.from_environment()
+    device = device_of_rank(options.tp, options.device, launch)
+    cfg.shard(0, options.tp)
     if options.plot is not None:
         report.check_plot(options.plot)
     stack = len(with_sources(cfg, layer_ids)[0])
     depth = stack if options.replay is Replay.EXACT else 1
-    return Engine(
-        cfg,
-        _read(options, cfg),
-        EngineOptions(
-            layer_ids=layer_ids,
-            kv_cache_dtype=options.kv_cache_dtype,
-            max_batched_tokens=options.max_batched_tokens,
-            max_requests=options.max_requests,
-            shared_prefix_tokens=options.shared_prefix,
-            replay_tokens=cfg.sliding_window * depth,
-            seed=options.seed,
-            device=options.device,
-        ),
+    engine = EngineOptions(
+        layer_ids=layer_ids,
+        kv_cache_dtype=options.kv_cache_dtype,
+        max_batched_tokens=options.max_batched_tokens,
+        max_requests=options.max_requests,
+        shared_prefix_tokens=options.shared_prefix,
+        replay_tokens=cfg.sliding_window * depth,
+        seed=options.seed,
+        device=str(device),
     )
+    return Inputs(cfg, _read(options, cfg), engine, device, launch)
 
 
 def default_layers(cfg: ModelConfig) -> tuple[int, ...]:
@@ -219,7 +253,7 @@ def _check_device(text: str) -> None:
 
 
 @contextmanager
-def _progress(total: int, what: str) -> Iterator[Callable[[int], None]]:
+def _progress(total: int, what: str, *, shown: bool = True) -> Iterator[Callable[[int], None]]:
     """A bar on stderr that counts rows; it shows nothing when stderr is not a terminal."""
     columns = (
         TextColumn("{task.description}"),
@@ -228,7 +262,7 @@ def _progress(total: int, what: str) -> Iterator[Callable[[int], None]]:
         TextColumn("rows"),
         TimeRemainingColumn(),
     )
-    shown = error_console()
-    with Progress(*columns, console=shown, disable=not shown.is_terminal) as bar:
+    stream = error_console()
+    with Progress(*columns, console=stream, disable=not (shown and stream.is_terminal)) as bar:
         task = bar.add_task(what, total=total)
         yield lambda rows: bar.advance(task, rows)

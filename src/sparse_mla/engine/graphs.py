@@ -47,3 +47,9 @@ class DecodeGraphs:
             for layer_id in graph.lists:
                 recorder.on_selection(layer_id, graph.state_of(layer_id, state))
         return out
+
+    def release(self) -> None:
+        """Free every graph; steps of a size seen before are then captured anew."""
+        for graph in self._graphs.values():
+            graph.release()
+        self._graphs.clear()

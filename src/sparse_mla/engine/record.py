@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -62,6 +64,18 @@ class Recorder:
     def fresh_lists(self, request: Request, rows: int) -> dict[int, KeptLists]:
         """By index source: the lists of the request's first rows, as computed without a replay."""
         return {layer_id: self._stitch(request, layer_id, rows) for layer_id in self._sources}
+
+    def digest(self) -> bytes:
+        """32 bytes that depend on every bit of the kept outputs and lists."""
+        found = hashlib.sha256()
+        lists = [*self._last.values(), *self._fresh.values()]
+        for kept in lists:
+            found.update(_bytes(kept.positions))
+            if kept.candidates is not None:
+                found.update(_bytes(kept.candidates))
+        for output in self._outputs.values():
+            found.update(_bytes(output))
+        return found.digest()
 
     def begin_step(self, works: Sequence[Work]) -> None:
         """Say which rows the next lists and outputs belong to."""
@@ -139,3 +153,9 @@ class Recorder:
             positions=full(self._cfg.index_topk),
             candidates=full(self._cfg.candidate_topk_blocks) if publishes else None,
         )
+
+
+def _bytes(values: Tensor) -> bytes:
+    """The bytes of a CPU tensor."""
+    values = values.contiguous()
+    return ctypes.string_at(values.data_ptr(), values.nbytes)

@@ -32,6 +32,7 @@ from sparse_mla.errors import ArgumentError
 from sparse_mla.metadata.batch import StepBatch
 from sparse_mla.metadata.builder import StepMetadataBuilder
 from sparse_mla.nn.graph import stating_longest
+from sparse_mla.nn.parallel import Ranks
 from sparse_mla.nn.stack import AttentionStack
 from sparse_mla.nn.step import StepBuffers, StepState, rope_tables
 from sparse_mla.ops.bodies import metadata_rules
@@ -114,15 +115,27 @@ class Engine:
     """Serves one request list; build it, `run` it once."""
 
     def __init__(
-        self, cfg: ModelConfig, trace: Sequence[TraceRequest], options: EngineOptions
+        self,
+        cfg: ModelConfig,
+        trace: Sequence[TraceRequest],
+        options: EngineOptions,
+        ranks: Ranks | None = None,
     ) -> None:
         """Allocate weights, caches and buffers, and queue every request.
+
+        Args:
+            cfg: the model.
+            trace: the requests.
+            options: how they are served.
+            ranks: the process group that shares the heads out. Every rank serves the same requests in the
+                same steps; nothing but sums of layer outputs passes between them.
 
         Raises:
             ArgumentError: no request, a draft layer, or a context longer than the model takes.
             OutOfPagesError: a request does not fit the pools even alone.
         """
         self.cfg, self.options = cfg, options
+        self.ranks = Ranks(0, 1) if ranks is None else ranks
         self.device = torch.device(options.device)
         self.layer_ids, self.added_layer_ids = with_sources(cfg, options.layer_ids)
         _check(cfg, self.layer_ids, trace)
@@ -147,7 +160,7 @@ class Engine:
         self.scheduler = Scheduler(_page_groups(self.caches), limits)
         for request in self.requests:
             self.scheduler.submit(request)
-        self.stack = AttentionStack(cfg, self.layer_ids, device=self.device)
+        self.stack = AttentionStack(cfg, self.layer_ids, device=self.device, ranks=self.ranks)
         self.stack.reset_parameters(options.seed)
         longest = max(request.rows for request in self.requests)
         self.rope = rope_tables(
@@ -163,6 +176,7 @@ class Engine:
             max_tokens=limits.max_batched_tokens,
             max_requests=limits.max_requests,
             max_seq_len=longest,
+            num_heads=self.stack.num_heads,
             device=self.device,
             rules=metadata_rules(self.device),
         )
@@ -208,6 +222,11 @@ class Engine:
             pages_peak={name: pages.peak for name, pages in self.scheduler.allocators.items()},
             page_bytes={name: group.block_bytes for name, group in groups.items()},
         )
+
+    def release(self) -> None:
+        """Free captured steps; a process group may end only after this."""
+        if self.graphs is not None:
+            self.graphs.release()
 
     @torch.inference_mode()
     def step(self) -> StepRecord:

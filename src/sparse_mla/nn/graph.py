@@ -87,6 +87,11 @@ class StepGraph:
             self._graph.replay()
         return self._out[:rows]
 
+    def release(self) -> None:
+        """Free the captured graph; the object cannot run any more. NCCL waits for this before it ends."""
+        if self._graph is not None:
+            self._graph.reset()
+
     def _capture(self, state: StepState) -> None:
         stream: torch.cuda.Stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
@@ -95,7 +100,8 @@ class StepGraph:
                 self._compute(state)
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        # Other threads, such as NCCL's watchdog, may go on asking the device during the capture.
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             self._out = self._compute(state)
         self._graph = graph
 

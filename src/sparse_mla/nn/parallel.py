@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -49,3 +50,14 @@ class Ranks:
         if self.size > 1:
             dist.all_reduce(share, group=self.group)
         return share
+
+    def agree(self, digest: bytes) -> bool:
+        """Whether every rank passed the same bytes; every rank has to call it, with as many."""
+        mine = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
+        if self.size == 1:
+            return True
+        if dist.get_backend(self.group) == "nccl":
+            mine = mine.to(torch.device("cuda", torch.cuda.current_device()))
+        theirs = [torch.empty_like(mine) for _ in range(self.size)]
+        dist.all_gather(theirs, mine, group=self.group)
+        return all(torch.equal(mine, other) for other in theirs)
