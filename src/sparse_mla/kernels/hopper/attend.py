@@ -1,4 +1,4 @@
-"""Attention on Hopper: one launch, everything fused, for any number of heads in blocks of 64.
+"""Attention on Hopper: one launch, everything fused, for any number of heads; `bodies.py` says which source runs.
 
 Rounding: the query is rotated in float32 and rounded to bf16, then held as f16; keys are widened to f16, exactly
 within f16's range; logits and sums are float32; weights are rounded to f16; the output is rounded once,
@@ -19,7 +19,9 @@ from torch import Tensor
 
 from sparse_mla.errors import UnsupportedError
 from sparse_mla.kernels.contract import HEAD_DIM, AttendCall, AttendOut, KeySet, Layout
+from sparse_mla.kernels.hopper.bodies import head_tiles
 from sparse_mla.kernels.hopper.build import RECORDS, Variant, function, launch
+from sparse_mla.kernels.hopper.few_heads import choose_few_heads_splits
 
 HEADS_OF_A_CTA = 64
 TILE_KEYS = 64
@@ -98,6 +100,7 @@ def attend(call: AttendCall, out: AttendOut) -> None:
         fp8_output=out.is_fp8,
         out_chunked=out.layout is Layout.CHUNK_INTERLEAVED,
         with_max=out.max_logits is not None,
+        head_tiles=_head_tiles(call),
     )
     q = _readable_query(call)
     arguments = _arguments(call, out, q, head_blocks)
@@ -106,7 +109,7 @@ def attend(call: AttendCall, out: AttendOut) -> None:
         kernel = function(variant, index)
         ctas = items * splits if splits > 1 else min(items, sms)
         stream = torch.cuda.current_stream().cuda_stream
-        launch(kernel, ctypes.addressof(address), ctas, splits, stream)
+        launch(kernel, variant.body, ctypes.addressof(address), ctas, splits, stream)
 
 
 def refusals(call: AttendCall) -> list[str]:
@@ -128,8 +131,10 @@ def refusals(call: AttendCall) -> list[str]:
 
 def splits_of(call: AttendCall, num_sms: int) -> int:
     """CTAs that share each row of a call; 1 if its rows must not depend on their number."""
-    if call.batch_invariant or (call.plan is not None and call.plan.batch_invariant):
+    if _batch_invariant(call):
         return 1
+    if _head_tiles(call):
+        return choose_few_heads_splits(call.num_tokens, _tiles(call), num_sms)
     return choose_splits(call.num_tokens * _head_blocks(call), _tiles(call), num_sms)
 
 
@@ -139,6 +144,14 @@ def choose_splits(items: int, tiles: int, multiprocessors: int) -> int:
         if splits <= tiles and items * 132 <= clusters * multiprocessors:
             return splits
     return 1
+
+
+def _batch_invariant(call: AttendCall) -> bool:
+    return call.batch_invariant or (call.plan is not None and call.plan.batch_invariant)
+
+
+def _head_tiles(call: AttendCall) -> int:
+    return head_tiles(call.num_heads, call.num_tokens, _batch_invariant(call))
 
 
 def _head_blocks(call: AttendCall) -> int:

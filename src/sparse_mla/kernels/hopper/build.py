@@ -1,4 +1,4 @@
-"""Compiles the CUDA source with NVRTC, once for each variant, and keeps the binaries on disk."""
+"""Compiles the CUDA sources with NVRTC, once for each variant, and keeps the binaries on disk."""
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ import torch
 
 from sparse_mla.cache.records import MXFP8, MXFP8_PLANAR, NVFP4, NVFP4_PLANAR, V4, RecordFormat
 from sparse_mla.errors import UnsupportedError
+from sparse_mla.kernels.hopper.bodies import FEW_HEADS, Body
 from sparse_mla.settings import settings
 
 ARCHITECTURE = "sm_90a"
-SOURCE_FOLDER = Path(__file__).parent
 ENTRY = b"attend"
 SHARED_BYTES = 231_680
 """Dynamic shared memory of a CTA; the source states the same number in its budget."""
+
+MANY_HEADS = Body("many heads", "attend.cu", ("wgmma.cuh",), 512, SHARED_BYTES)
 
 _KINDS = {MXFP8: 0, MXFP8_PLANAR: 0, NVFP4: 1, NVFP4_PLANAR: 1, V4: 2}
 RECORDS = tuple(_KINDS)
@@ -33,16 +35,24 @@ class Variant:
 
     window: RecordFormat
     compressed: RecordFormat
-    splits: int  # CTAs of a cluster that share one row: 1, 2, 4 or 8
+    splits: int  # CTAs of a cluster that share one row: 1 to 8
     fp8_output: bool
     out_chunked: bool  # chunk-interleaved output
     with_max: bool  # keeps the true maximum for `max_logits`
+    head_tiles: int = 0  # few heads: tiles of 8 of them; 0 = the 64-head body
+
+    @property
+    def body(self) -> Body:
+        """The source it is compiled from."""
+        return FEW_HEADS if self.head_tiles else MANY_HEADS
 
     def macros(self) -> dict[str, int]:
         """Macros of the source, see its head."""
         sets = {"A": self.window, "B": self.compressed}
         values = {"SPLITS": self.splits, "FP8_OUTPUT": self.fp8_output, "WITH_MAX": self.with_max}
         values["OUT_CHUNKED"] = self.out_chunked
+        if self.head_tiles:
+            values["HEAD_TILES"] = self.head_tiles
         for letter, record in sets.items():
             values[f"{letter}_KIND"] = _KINDS[record]
             values[f"{letter}_ROW_UNITS"] = record.data_stride // 16
@@ -51,10 +61,8 @@ class Variant:
 
 
 def source() -> str:
-    """The whole translation unit, headers inlined."""
-    text = (SOURCE_FOLDER / "attend.cu").read_text()
-    header = (SOURCE_FOLDER / "wgmma.cuh").read_text().replace("#pragma once", "")
-    return text.replace('#include "wgmma.cuh"', header)
+    """The translation unit of the 64-head body, headers inlined."""
+    return MANY_HEADS.source()
 
 
 def binary(variant: Variant) -> bytes:
@@ -64,7 +72,7 @@ def binary(variant: Variant) -> bytes:
     _, major, minor = nvrtc.nvrtcVersion()
     options = [f"--gpu-architecture={ARCHITECTURE}", "--std=c++17"]
     options += [f"-D{name}={value}" for name, value in sorted(variant.macros().items())]
-    text = source()
+    text = variant.body.source()
     key = hashlib.sha256(f"{major}.{minor} {options} {text}".encode()).hexdigest()
     path = settings().cache_dir / f"hopper_attend_{key[:32]}.cubin"
     if path.is_file():
@@ -107,18 +115,18 @@ def function(variant: Variant, device_index: int) -> int:
         module = _checked(driver.cuModuleLoadData(binary(variant)))
         kernel = _checked(driver.cuModuleGetFunction(module, ENTRY))
         attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-        _checked(driver.cuFuncSetAttribute(kernel, attribute, SHARED_BYTES))
+        _checked(driver.cuFuncSetAttribute(kernel, attribute, variant.body.shared_bytes))
     return int(kernel)
 
 
-def launch(kernel: int, arguments: int, ctas: int, splits: int, stream: int) -> None:
+def launch(kernel: int, body: Body, arguments: int, ctas: int, splits: int, stream: int) -> None:
     """Launch on a stream. `arguments`: address of the array of parameter addresses."""
     from cuda.bindings import driver
 
     config = driver.CUlaunchConfig()
     config.gridDimX, config.gridDimY, config.gridDimZ = ctas, 1, 1
-    config.blockDimX, config.blockDimY, config.blockDimZ = 512, 1, 1
-    config.sharedMemBytes = SHARED_BYTES
+    config.blockDimX, config.blockDimY, config.blockDimZ = body.threads, 1, 1
+    config.sharedMemBytes = body.shared_bytes
     config.hStream = stream
     if splits > 1:
         cluster = driver.CUlaunchAttribute()

@@ -1,0 +1,62 @@
+"""The kernel bodies for Hopper and which of them runs a call: one table.
+
+attend.cu      64 heads of a token at a time (`wgmma`); fewer heads cost as much
+few_heads.cu   at most 32 heads (`mma.sync`, keys on the rows), in steps of 8 heads
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+SOURCE_FOLDER = Path(__file__).parent
+HEADS_OF_A_TILE = 8
+"""Heads are padded to a multiple of it by `few_heads.cu`."""
+MOST_TOKENS_OF_FEW_HEADS: dict[int, int | None] = {8: None, 16: None, 24: None, 32: None}
+"""Padded heads and the most tokens for which `few_heads.cu` is the faster body; None = any number, not listed = none.
+
+Measured on an H200 (docs/performance.md, 528-byte rows, T = 1 / 128 / 512): 8 heads 8.2 / 20.3 / 59.9 us, 16 heads
+9.7 / 22.7 / 69.9, 32 heads 15.7 / 35.3 / 117.8; 64 heads in `attend.cu` 17.2 / 35.9 / 124.5. 24 heads lie between.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Body:
+    """One CUDA source and how a CTA of it is launched."""
+
+    name: str
+    file: str
+    headers: tuple[str, ...]
+    threads: int
+    shared_bytes: int  # dynamic shared memory of a CTA
+
+    def source(self) -> str:
+        """The whole translation unit, headers inlined."""
+        text = (SOURCE_FOLDER / self.file).read_text()
+        for name in self.headers:
+            header = (SOURCE_FOLDER / name).read_text().replace("#pragma once", "")
+            text = text.replace(f'#include "{name}"', header)
+        return text
+
+
+FEW_HEADS = Body(
+    "few heads",
+    "few_heads.cu",
+    ("few_heads_parts.cuh", "few_heads_scores.cuh", "few_heads_values.cuh"),
+    640,
+    232_448,
+)
+"""Shared memory is what an SM has: the source fills it with tiles."""
+
+
+def head_tiles(num_heads: int, num_tokens: int, batch_invariant: bool) -> int:
+    """Tiles of 8 heads with which `few_heads.cu` runs a call, or 0: the 64-head body runs it.
+
+    A batch-invariant call does not look at the number of tokens: both bodies round differently.
+    """
+    tiles = -(-num_heads // HEADS_OF_A_TILE)
+    padded = tiles * HEADS_OF_A_TILE
+    if padded not in MOST_TOKENS_OF_FEW_HEADS:
+        return 0
+    most = MOST_TOKENS_OF_FEW_HEADS[padded]
+    return tiles if most is None or batch_invariant or num_tokens <= most else 0

@@ -1,0 +1,200 @@
+// The value role of few_heads.cu: O^T += V^T P^T, the merge of a cluster, the output.
+#pragma once
+
+// Where a lane reads in a block, and in the table of its scales.
+template <int KIND> DI uint32_t value_place(int warp, int g, int t) { return 2 * t * Record<KIND>::PITCH + (KIND == KIND_NVFP4 ? 32 * warp + 4 * g : 64 * warp + 8 * g); }
+template <int KIND> DI uint32_t value_scale(int warp, int g, int t) { return table_word<KIND>(t, KIND == KIND_V4 ? 0 : KIND == KIND_MXFP8 ? g >> 2 : g >> 1, warp); }
+// acc[m tile][head tile] += 64 dims of the warp x 16 keys of a block; b: weights of each head tile.
+template <int KIND> DI void add_values(float (&acc)[4][HEAD_TILES][4], const uint32_t (&b)[HEAD_TILES][2], uint32_t row, uint32_t table, int warp, int g) {
+  using R = Record<KIND>;
+  if (KIND == KIND_V4 && warp == 7) {
+    uint32_t key[4][4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const uint4 x = load_shared16(row + ((i & 1) + (i >> 1) * 8) * R::PITCH + 8 * g);   // 448 + 16 g
+      key[i][0] = x.x; key[i][1] = x.y; key[i][2] = x.z; key[i][3] = x.w;
+    }
+#pragma unroll
+    for (int m = 0; m < 4; m++) {
+      const uint32_t a0 = bf16_to_f16(permute(key[0][m], key[1][m], 0x5410)), a1 = bf16_to_f16(permute(key[0][m], key[1][m], 0x7632));
+      const uint32_t a2 = bf16_to_f16(permute(key[2][m], key[3][m], 0x5410)), a3 = bf16_to_f16(permute(key[2][m], key[3][m], 0x7632));
+#pragma unroll
+      for (int n = 0; n < HEAD_TILES; n++) mma(acc[m][n], a0, a1, a2, a3, b[n][0], b[n][1]);
+    }
+    return;
+  }
+  const uint32_t s0 = load_shared4(table), s1 = load_shared4(table + table_word<KIND>(4, 0, 0));
+  uint32_t w[2][4];            // [keys 2 t, 2 t + 1 | 2 t + 8, 2 t + 9][two dims of both keys]
+#pragma unroll
+  for (int h = 0; h < 2; h++) {
+    if (KIND == KIND_NVFP4) {  // dims 0 2 | 4 6 | 1 3 | 5 7
+      const uint32_t x = load_shared4(row + 8 * h * R::PITCH), y = load_shared4(row + (8 * h + 1) * R::PITCH);
+      const uint32_t x0 = e2m1_even(x), y0 = e2m1_even(y), x1 = e2m1_odd(x), y1 = e2m1_odd(y);
+      w[h][0] = permute(x0, y0, 0x5140); w[h][1] = permute(x0, y0, 0x7362); w[h][2] = permute(x1, y1, 0x5140); w[h][3] = permute(x1, y1, 0x7362);
+    } else {                   // dims 0 1 | 2 3 | 4 5 | 6 7
+      const uint2 x = load_shared8(row + 8 * h * R::PITCH), y = load_shared8(row + (8 * h + 1) * R::PITCH);
+      w[h][0] = permute(x.x, y.x, 0x5140); w[h][1] = permute(x.x, y.x, 0x7362); w[h][2] = permute(x.y, y.y, 0x5140); w[h][3] = permute(x.y, y.y, 0x7362);
+    }
+  }
+#pragma unroll
+  for (int m = 0; m < 4; m++) {
+    uint32_t a[4];
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      const uint32_t s = h ? s1 : s0;
+      if (KIND == KIND_NVFP4) {
+        a[2 * h] = times((m & 1) ? e4m3_high(w[h][m >> 1]) : e4m3_low(w[h][m >> 1]), s);
+        a[2 * h + 1] = times((m & 1) ? e4m3_high(w[h][2 + (m >> 1)]) : e4m3_low(w[h][2 + (m >> 1)]), s);
+      } else {
+        a[2 * h] = times(e4m3_low(w[h][m]), s); a[2 * h + 1] = times(e4m3_high(w[h][m]), s);
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < HEAD_TILES; n++) mma(acc[m][n], a[0], a[1], a[2], a[3], b[n][0], b[n][1]);
+  }
+}
+
+// The value role.
+struct Values {
+  const Args& p;
+  uint32_t base;
+  int warp, lane, g, t;
+  float c1;
+  uint32_t group_mul;
+  float acc[4][HEAD_TILES][4];
+
+  DI void add(Work work, Ring ring, int parity) {
+    const uint32_t a_row = value_place<A_KIND>(warp, g, t), b_row = value_place<B_KIND>(warp, g, t), a_scale = value_scale<A_KIND>(warp, g, t), b_scale = value_scale<B_KIND>(warp, g, t);
+    const int blocks = work.blocks(), window = work.window();
+    uint32_t weights = base + WEIGHTS + parity * WEIGHTS_BYTES + (lane & 7) * WEIGHT_PITCH + ((lane >> 3) & 1) * 16;
+    uint32_t block = base + ROWS + ring.place * BLOCK_BYTES, empty = base + EMPTY + 8 * ring.place;
+    uint32_t table = base + TABLES + parity * TABLES_BYTES;
+#pragma unroll 2
+    for (int i = 0; i < blocks; i++) {
+      uint32_t b[HEAD_TILES][2];
+#pragma unroll
+      for (int n = 0; n < HEAD_TILES; n++) load_matrices2(b[n], weights + n * 8 * WEIGHT_PITCH);
+      if (A_KIND == B_KIND || i < window) add_values<A_KIND>(acc, b, block + a_row, (A_KIND == KIND_NVFP4 ? block + Record<KIND_NVFP4>::TABLE : table) + a_scale, warp, g);
+      else add_values<B_KIND>(acc, b, block + b_row, (B_KIND == KIND_NVFP4 ? block + Record<KIND_NVFP4>::TABLE : table) + b_scale, warp, g);
+      __syncwarp();
+      if (lane == 0) arrive(empty);
+      weights += 32; table += 512; block += BLOCK_BYTES; empty += 8;
+      if (empty == base + EMPTY + 8 * RING) { empty = base + EMPTY; block = base + ROWS; }
+    }
+  }
+  DI void pick(float (&v)[8], int n, int e) const {
+#pragma unroll
+    for (int i = 0; i < 4; i++) { v[2 * i] = e ? acc[i][n][1] : acc[i][n][0]; v[2 * i + 1] = e ? acc[i][n][3] : acc[i][n][2]; }
+  }
+#if SPLITS == 1
+  DI void finish(int item, int parity, uint32_t round, uint32_t weights_empty) {
+    int position = 0;
+    float weight[HEAD_TILES][2];
+    wait(base + FINAL_FULL + 8 * parity, round);
+#pragma unroll
+    for (int n = 0; n < HEAD_TILES; n++)
+#pragma unroll
+      for (int e = 0; e < 2; e++) {
+        const float2 x = load_float2(base + FINAL + (parity * HEADS + 8 * n + 2 * t + e) * 16);
+        weight[n][e] = x.x;
+        position = __float_as_int(x.y);
+      }
+    __syncwarp();
+    if (lane == 0) arrive(weights_empty);
+    const float* table = p.unrotate_output ? rope_row(p, position) : nullptr;
+    int even = 2 * t;
+    asm volatile("" : "+r"(even));   // addresses are found here, not kept in registers from token to token
+#pragma unroll
+    for (int n = 0; n < HEAD_TILES; n++)
+#pragma unroll
+      for (int e = 0; e < 2; e++) {
+        float v[8];
+        pick(v, n, e);
+        store_head(p, item, 8 * n + even + e, v, weight[n][e], table, warp, g, group_mul);
+      }
+  }
+#else
+  // Parts are summed in rank order; units of (64 dims, head tile, even or odd heads) are shared out over ranks and warps.
+  DI void finish(int item, int rank) {
+    wait(base + FINAL_FULL, 0);
+    meet<2>();                 // the ring is not read any more
+#pragma unroll
+    for (int n = 0; n < HEAD_TILES; n++)
+#pragma unroll
+      for (int e = 0; e < 2; e++) {
+        float v[8];
+        pick(v, n, e);
+        const uint32_t to = base + PARTIAL + ((warp * HEAD_TILES + n) * 2 + e) * 1024 + lane * 16;
+        store_float4(to, v[0], v[1], v[2], v[3]); store_float4(to + 512, v[4], v[5], v[6], v[7]);
+      }
+    const float* table = p.unrotate_output ? rope_row(p, (int)load_shared4(base + FINAL + 12)) : nullptr;
+    cluster_arrive(); cluster_wait();
+    for (int unit = rank + SPLITS * warp; unit < 16 * HEAD_TILES; unit += SPLITS * 8) {
+      const int n = (unit >> 1) % HEAD_TILES, w = unit / (2 * HEAD_TILES), head = 8 * n + 2 * t + (unit & 1);
+      float4 x[SPLITS], low[SPLITS], high[SPLITS];
+      float M = -INF, L = 0.f, T = -INF, v[8] = {0, 0, 0, 0, 0, 0, 0, 0};
+#pragma unroll
+      for (int r = 0; r < SPLITS; r++) {
+        const uint32_t from = remote(base + PARTIAL + unit * 1024 + lane * 16, r);
+        x[r] = load_remote4(remote(base + FINAL + head * 16, r)); low[r] = load_remote4(from); high[r] = load_remote4(from + 512);
+      }
+#pragma unroll
+      for (int r = 0; r < SPLITS; r++) { M = fmaxf(M, x[r].x); T = fmaxf(T, x[r].z); }
+#pragma unroll
+      for (int r = 0; r < SPLITS; r++) {
+        const float e = M == -INF ? 0.f : exp2_fast((x[r].x - M) * c1);
+        L += x[r].y * e;
+        v[0] += low[r].x * e; v[1] += low[r].y * e; v[2] += low[r].z * e; v[3] += low[r].w * e;
+        v[4] += high[r].x * e; v[5] += high[r].y * e; v[6] += high[r].z * e; v[7] += high[r].w * e;
+      }
+      if (w == 0 && g == 0) write_statistics(p, item, head, M, L, T);
+      store_head(p, item, head, v, weight_of(M, L, sink_of(p, head), c1), table, w, g, group_mul);
+    }
+    cluster_arrive(); cluster_wait();        // the others have read
+  }
+#endif
+  DI void run(int rank, int step) {
+    int item = blockIdx.x / SPLITS, parity = 0, item_parity = 0;
+    uint32_t round = 0, item_round = 0;
+    Ring ring = {0, 0};
+    bool first = true;
+    while (true) {
+      wait(base + WEIGHTS_FULL + 8 * parity, round);
+      Work work;
+      work.bits = uniform_least(load_shared4(base + TILE + 4 * parity));
+      if (!work.exists()) break;
+      if (first) {
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+#pragma unroll
+          for (int n = 0; n < HEAD_TILES; n++)
+#pragma unroll
+            for (int e = 0; e < 4; e++) acc[i][n][e] = 0.f;
+      } else if (work.moved()) {
+#pragma unroll
+        for (int n = 0; n < HEAD_TILES; n++) {
+          const float2 f = load_float2(base + FACTORS + parity * HEAD_BYTES + (8 * n + 2 * t) * 4);
+#pragma unroll
+          for (int i = 0; i < 4; i++) { acc[i][n][0] *= f.x; acc[i][n][1] *= f.y; acc[i][n][2] *= f.x; acc[i][n][3] *= f.y; }
+        }
+      }
+      add(work, ring, parity);
+      const uint32_t weights_empty = base + WEIGHTS_EMPTY + 8 * parity;
+      first = work.last();
+      if (!first) {
+        __syncwarp();
+        if (lane == 0) arrive(weights_empty);
+      } else {
+#if SPLITS == 1
+        finish(item, item_parity, item_round, weights_empty);
+#else
+        finish(item, rank);
+#endif
+        item += step;
+        item_round ^= item_parity; item_parity ^= 1;
+      }
+      ring = ring.ahead(work.blocks());
+      round ^= parity; parity ^= 1;
+    }
+  }
+};

@@ -1,0 +1,49 @@
+// Runs a launch of few_heads.cu on the CPU: `emulate(args, ctas, seed)`, 0 = fine. The seed sets how fast each warp is.
+#include "device.h"
+#include "kernel.inc"  // arguments, number formats and few_heads.cu, see test_few_heads_emulated.py
+uint8_t memory[128];
+Fiber* cur; ucontext_t sched; std::vector<Copy> copies; std::vector<Block*> cluster; int cluster_count, cluster_gen, total_threads, block_threads = THREADS;
+static const Args* args;
+static void entry() { attend(*args); cur->done = true; swapcontext(&cur->ctx, &sched); }
+extern "C" int emulate(const Args* p, int grid, int seed) {
+  srand(seed); args = p;
+  const size_t STACK = 65536;
+  total_threads = THREADS * SPLITS;
+  uint8_t* stacks = (uint8_t*)mmap(0, STACK * total_threads, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  for (int first = 0; first < grid; first += SPLITS) {
+    cluster.clear(); copies.clear(); cluster_count = cluster_gen = 0;
+    std::vector<Fiber> fibers(total_threads);
+    for (int r = 0; r < SPLITS; r++) {
+      Block* c = new Block; c->mem = (uint8_t*)malloc(SHARED_LIMIT); memset(c->mem, 0xff, SHARED_LIMIT); c->warps.resize(THREADS / 32); c->rank = r; cluster.push_back(c);
+    }
+    for (int i = 0; i < total_threads; i++) {
+      Fiber& f = fibers[i]; f.cta = cluster[i / THREADS]; f.tid.x = i % THREADS; f.lane = i & 31; f.warp = &f.cta->warps[f.tid.x / 32]; f.bid.x = first + i / THREADS; f.gdim.x = grid;
+      getcontext(&f.ctx); f.ctx.uc_stack.ss_sp = stacks + i * STACK; f.ctx.uc_stack.ss_size = STACK; f.ctx.uc_link = &sched; makecontext(&f.ctx, entry, 0);
+    }
+    int left = total_threads, idle = 0;
+    while (left) {
+      bool any = false;
+      copies_land(false);
+      for (int w = 0; w < total_threads / 32; w++) {
+        if (rand() % 4 == 0) continue;   // warps at different speeds
+        bool again = true;
+        while (again) {
+          again = false;
+          for (int l = 0; l < 32; l++) {
+            Fiber& f = fibers[32 * w + l];
+            if (f.done || (f.ready && !f.ready())) continue;
+            f.ready = nullptr; cur = &f; swapcontext(&sched, &f.ctx); any = again = true;
+            if (f.done) left--;
+          }
+          if (rand() % 8 == 0) break;
+        }
+      }
+      idle = any || !copies.empty() ? 0 : idle + 1;
+      if (idle > 100) { fprintf(stderr, "deadlock\n"); for (int i = 0; i < total_threads; i += 32) fprintf(stderr, "warp %d done %d count %d\n", i / 32, fibers[i].done, fibers[i].warp->count); return 1; }
+    }
+    if (!copies.empty()) { fprintf(stderr, "copies in flight at the end\n"); return 2; }
+    for (Block* c : cluster) { free(c->mem); delete c; }
+  }
+  munmap(stacks, STACK * total_threads);
+  return 0;
+}
