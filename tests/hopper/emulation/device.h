@@ -118,8 +118,6 @@ static inline void arrive(uint32_t b) { Barrier& x = barrier_at(cur->cta, b); x.
 static inline void arrive_and_expect(uint32_t b, uint32_t bytes) { Barrier& x = barrier_at(cur->cta, b); x.tx += bytes; x.pending--; settle(x); }
 static inline void wait(uint32_t b, uint32_t parity) { Barrier* x = &barrier_at(cur->cta, b); until([=] { return x->phase != parity; }); }
 static inline void copy_row(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier) {
-  together(6, (uint64_t)from, nothing);
-  if (cur->lane) return;
   if ((uintptr_t)from % 16 || to % 16 || bytes % 16) fail("unaligned row");
   const uint8_t* f = (const uint8_t*)from;
   copies.push_back({cur->cta, to, std::vector<uint8_t>(f, f + bytes), barrier, rand() % 40});

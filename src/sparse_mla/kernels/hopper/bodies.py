@@ -12,11 +12,12 @@ from pathlib import Path
 SOURCE_FOLDER = Path(__file__).parent
 HEADS_OF_A_TILE = 8
 """Heads are padded to a multiple of it by `few_heads.cu`."""
-MOST_TOKENS_OF_FEW_HEADS: dict[int, int | None] = {8: None, 16: None, 24: None, 32: None}
+MOST_TOKENS_OF_FEW_HEADS: dict[int, int | None] = {8: None, 16: None, 24: None, 32: 66}
 """Padded heads and the most tokens for which `few_heads.cu` is the faster body; None = any number, not listed = none.
 
-Measured on an H200 (docs/performance.md, 528-byte rows, T = 1 / 128 / 512): 8 heads 8.2 / 20.3 / 59.9 us, 16 heads
-9.7 / 22.7 / 69.9, 32 heads 15.7 / 35.3 / 117.8; 64 heads in `attend.cu` 17.2 / 35.9 / 124.5. 24 heads lie between.
+Measured on an H200 (docs/performance.md, 528-byte rows, T = 32 / 64 / 128 / 512): 8 heads 13.6 / 17.6 / 24.0 / 65.9 us,
+16 heads 14.9 / 17.9 / 25.0 / 72.4, 32 heads 20.6 / 26.9 / 38.9 / 121.0; 64 heads in `attend.cu` 24.4 / 27.2 / 35.9 / 124.5.
+24 heads lie between. Calls of 32 heads with a few hundred tokens would gain 3 %.
 """
 
 
