@@ -36,7 +36,7 @@ POINTERS = {
     "out": "*u8", "scales": "*i32", "lse": "*fp32", "max_logits": "*fp32", "scale_log2": "fp32",
 }  # fmt: skip
 ALIGNED = ("q", "out", "window_pages", "extra_pages", "partial")
-WIDE = ("stride", "stats_offset")  # arguments whose names hold one of these are int64
+WIDE = ("stride", "stats_offset", "magic")  # arguments whose names hold one of these are int64
 
 
 @dataclass(frozen=True)

@@ -3,10 +3,13 @@
 import pytest
 import torch
 
+from sparse_mla.cache.codec import encode_rows
 from sparse_mla.cache.paged import PagedCache
 from sparse_mla.cache.records import KV_RECORDS, MXFP8, RecordFormat
+from sparse_mla.kernels.contract import allocate_scales
 from sparse_mla.kernels.reference.write_compressed import write_compressed as wanted_compressed
 from sparse_mla.kernels.reference.write_window import write_window as wanted_window
+from sparse_mla.kernels.torch.widen_output import widen_output as wanted_widen
 from sparse_mla.kernels.write_contract import WriteCompressedCall, WriteWindowCall
 from sparse_mla.metadata.rules import TORCH_RULES, Rows, TopkRows, WindowSpans
 from sparse_mla.testing.inputs import plain_rope_table, poisoned_cache
@@ -17,9 +20,11 @@ pytestmark = [
 ]
 if torch.cuda.is_available():
     pytest.importorskip("triton")
-    from sparse_mla.kernels.triton.gather import gather_rows
+    from sparse_mla.kernels.triton.gather import gather_kernel, gather_rows
     from sparse_mla.kernels.triton.metadata import TRITON_RULES
+    from sparse_mla.kernels.triton.widen_output import widen_output, widen_output_kernel
     from sparse_mla.kernels.triton.write_compressed import write_compressed
+    from sparse_mla.kernels.triton.write_kernel import write_kernel
     from sparse_mla.kernels.triton.write_window import write_window
 
 RECORDS = pytest.mark.parametrize("record", KV_RECORDS, ids=lambda record: record.name)
@@ -98,6 +103,45 @@ def test_gather_equals_the_codec(record: RecordFormat) -> None:
     assert not gather_rows(cache, torch.tensor([-1, 63, 2**31 - 1], device="cuda")).any()
 
 
+@RECORDS
+@pytest.mark.parametrize("offset", [0, 3])
+def test_many_coarse_rows_quantise_as_the_codec(record: RecordFormat, offset: int) -> None:
+    """Values of few bits, so that many quotients are rounding boundaries; also rows at odd addresses."""
+    rows = 4000
+    generator = torch.Generator().manual_seed(7)
+    values = torch.randint(-28, 29, (rows, 512), generator=generator) / 4.0
+    values *= torch.exp2(torch.randint(-9, 9, (rows, 32), generator=generator).float()).repeat(
+        1, 16
+    )
+    values[::5] = torch.randn(800, 512, generator=generator) * 3e4
+    values[:, 448:] = values[:, :64]  # position 0 turns nothing
+    whole = torch.zeros(rows, 512 + 2 * offset, dtype=torch.bfloat16, device="cuda")
+    latents = whole[:, offset : offset + 512]
+    latents.copy_(values)
+    cache = poisoned_cache(record, num_pages=70, page_rows=64, device="cuda")
+    slots = torch.randperm(70 * 64, generator=generator)[:rows].cuda()
+    positions = torch.zeros(rows, dtype=torch.int64, device="cuda")
+    rope = plain_rope_table(16, device="cuda")
+    write_window(WriteWindowCall(latents, cache, slots, positions, rope))
+    got = cache.read_rows(slots)
+    for mine, wanted in zip(got, encode_rows(record, values.to(torch.bfloat16)), strict=True):
+        assert torch.equal(mine.cpu(), wanted)
+
+
+@pytest.mark.parametrize("tokens", [1, 37])
+@pytest.mark.parametrize("heads_per_group", [1, 8])
+def test_fp8_outputs_widen_as_in_pytorch(tokens: int, heads_per_group: int) -> None:
+    shape = (tokens, 2, heads_per_group * 512)
+    generator = torch.Generator("cuda").manual_seed(1)
+    data = torch.randint(256, shape, generator=generator, dtype=torch.uint8, device="cuda")
+    scales = allocate_scales(tokens, 2, 4 * heads_per_group, torch.device("cuda"))
+    words = torch.randint(0, 250, (*scales.shape, 4), generator=generator, device="cuda")
+    scales.copy_(words.to(torch.uint8).view(torch.int32)[..., 0])
+    got, wanted = widen_output(data, scales), wanted_widen(data, scales)
+    assert torch.equal(got.isnan(), wanted.isnan())
+    assert torch.equal(got.nan_to_num(7.0), wanted.nan_to_num(7.0))
+
+
 def test_writer_reaches_past_four_gibibytes() -> None:
     stride = 1_228_800
     padding = stride - 64 * MXFP8.row_bytes
@@ -116,6 +160,34 @@ def test_writer_reaches_past_four_gibibytes() -> None:
         first = border // stride
         write_window(WriteWindowCall(latents(3).cuda(), far, slots + first * 64, positions, rope))
         assert torch.equal(far.pages[first : first + 2], near.pages)
+
+
+def test_nothing_compiles_after_warm_up() -> None:
+    kernels = (write_kernel, gather_kernel, widen_output_kernel)
+    device = torch.cuda.current_device()
+
+    def compiled() -> int:
+        return sum(len(kernel.device_caches[device][0]) for kernel in kernels)
+
+    def run(rows: int, page_rows: int, heads: int) -> None:
+        cache = poisoned_cache(MXFP8, num_pages=9, page_rows=page_rows, device="cuda")
+        slots = torch.arange(rows, device="cuda") % cache.num_slots
+        positions = torch.arange(rows, device="cuda")
+        rope = plain_rope_table(4096, device="cuda")
+        values = latents(max(rows, 2))[:rows].cuda()
+        q = torch.zeros(rows, heads, 512, dtype=torch.bfloat16, device="cuda")
+        write_window(WriteWindowCall(values, cache, slots, positions, rope, q, q))
+        write_window(WriteWindowCall(values, cache, slots, positions, rope))
+        write_compressed(WriteCompressedCall(values, cache, slots, positions, rope, 2))
+        gather_rows(cache, slots)
+        scales = allocate_scales(rows, heads, 4, torch.device("cuda"))
+        widen_output(torch.zeros(rows, heads, 512, dtype=torch.uint8, device="cuda"), scales)
+
+    run(1, 64, 1)
+    warm = compiled()
+    for rows, page_rows, heads in ((2, 1, 3), (17, 32, 16), (300, 7, 8), (4096, 576, 2)):
+        run(rows, page_rows, heads)
+    assert compiled() == warm
 
 
 def test_metadata_kernels_equal_the_rules() -> None:

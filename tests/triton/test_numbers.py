@@ -10,6 +10,7 @@ triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
 
 from sparse_mla.kernels.triton import numbers  # noqa: E402
+from sparse_mla.kernels.triton.launch import magic_division  # noqa: E402
 
 
 @triton.jit
@@ -86,3 +87,25 @@ def test_scale_bytes_equal_the_codec() -> None:
 def test_bf16_is_rounded_to_even() -> None:
     x = floats()
     assert torch.equal(apply("round_bf16", x, torch.bfloat16), x.to(torch.bfloat16))
+
+
+@triton.jit
+def quotient_kernel(values, out, magic: tl.int64, shift: tl.int32, COUNT: tl.constexpr):
+    at = tl.arange(0, COUNT)
+    tl.store(out + at, numbers.quotient(tl.load(values + at), magic, shift))
+
+
+@pytest.mark.parametrize(
+    "divisor", [1, 2, 3, 7, 24, 64, 65, 576, 1 << 20, (1 << 30) + 1, 2**31 - 1]
+)
+def test_division_without_a_division(divisor: int) -> None:
+    magic, shift = magic_division(divisor)
+    generator = torch.Generator().manual_seed(divisor)
+    values = torch.randint(2**31, (4096,), generator=generator)
+    near = torch.arange(1, 1025) * divisor  # multiples and what lies just below them
+    values[:1024], values[1024:2048] = near.clamp_max(2**31 - 1), (near - 1).clamp_max(2**31 - 1)
+    values[2048:2051] = torch.tensor([0, 2**31 - 1, 2**31 - 2])
+    out = torch.empty(4096, dtype=torch.int32)
+    quotient_kernel[(1,)](values.int(), out, magic, shift, 4096)
+    assert torch.equal(out.long(), values // divisor)
+    assert magic <= 2**32 - 1

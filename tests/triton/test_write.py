@@ -4,14 +4,17 @@ import pytest
 import torch
 
 from sparse_mla.cache.records import KV_RECORDS, RecordFormat
+from sparse_mla.kernels.contract import allocate_scales
 from sparse_mla.kernels.reference.write_compressed import write_compressed as wanted_compressed
 from sparse_mla.kernels.reference.write_window import write_window as wanted_window
+from sparse_mla.kernels.torch.widen_output import widen_output as wanted_widen
 from sparse_mla.kernels.write_contract import WriteCompressedCall, WriteWindowCall
 from sparse_mla.testing.inputs import plain_rope_table, poisoned_cache
 
 pytest.importorskip("triton")
 
 from sparse_mla.kernels.triton.gather import gather_rows
+from sparse_mla.kernels.triton.widen_output import widen_output
 from sparse_mla.kernels.triton.write_compressed import write_compressed
 from sparse_mla.kernels.triton.write_window import write_window
 
@@ -95,6 +98,19 @@ def test_compressed_writer_is_byte_exact(record: RecordFormat, ratio: int) -> No
     for cache, write in ((mine, write_compressed), (wanted, wanted_compressed)):
         write(WriteCompressedCall(latents(6), cache, slots, positions, ROPE, ratio))
     assert torch.equal(whole_storage(mine), whole_storage(wanted))
+
+
+@pytest.mark.parametrize("heads_per_group", [1, 5])
+def test_fp8_outputs_widen_as_in_pytorch(heads_per_group: int) -> None:
+    generator = torch.Generator().manual_seed(1)
+    data = torch.randint(256, (3, 2, heads_per_group * 512), generator=generator, dtype=torch.uint8)
+    scales = allocate_scales(3, 2, 4 * heads_per_group, torch.device("cpu"))
+    exponents = torch.randint(250, (*scales.shape, 4), generator=generator).to(torch.uint8)
+    scales.copy_(exponents.view(torch.int32)[..., 0])
+    got, wanted = widen_output(data, scales), wanted_widen(data, scales)
+    assert torch.equal(got.isnan(), wanted.isnan())
+    assert torch.equal(got.nan_to_num(7.0), wanted.nan_to_num(7.0))
+    assert bool(wanted.isnan().any())
 
 
 def test_nothing_is_written_without_rows_or_past_the_cache() -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from sparse_mla.kernels.contract import AttendCall, AttendOut, KeySet, Layout
 from sparse_mla.kernels.triton.attend_kernel import attend_kernel
 from sparse_mla.kernels.triton.configs import AttendConfig, attend_config, attend_splits
-from sparse_mla.kernels.triton.launch import compile_mode, device_facts
+from sparse_mla.kernels.triton.launch import compile_mode, device_facts, magic_division
 
 LOG2E = 1.4426950408889634
 
@@ -141,7 +141,13 @@ def _set_pointers(keys: KeySet) -> tuple[Tensor, Tensor, Tensor]:
     return keys.cache.pages, keys.indices, lengths
 
 
-def _set_sizes(keys: KeySet) -> tuple[int, int, int, int, int]:
+def _set_sizes(keys: KeySet) -> tuple[int, ...]:
     cache = keys.cache
-    units = cache.page_stride_bytes // 16
-    return keys.indices.stride(0), keys.width, cache.num_slots, cache.page_rows, units
+    return (
+        keys.indices.stride(0),
+        keys.width,
+        cache.num_slots,
+        cache.page_rows,
+        *magic_division(cache.page_rows),
+        cache.page_stride_bytes // 16,
+    )

@@ -137,8 +137,8 @@ def _tile_of(tile, boundary, first_set, second_set, MERGED: tl.constexpr):
     """The set that a tile belongs to and the tile's number in it; a set is the tuple of its scalars."""
     if not MERGED:
         return first_set, tile
-    pages, indices, count, num_slots, page_rows, page_stride = first_set
-    pages2, indices2, count2, num_slots2, page_rows2, page_stride2 = second_set
+    pages, indices, count, num_slots, page_rows, magic, shift, page_stride = first_set
+    pages2, indices2, count2, num_slots2, page_rows2, magic2, shift2, page_stride2 = second_set
     inside = tile < boundary
     chosen = (
         tl.where(inside, pages, pages2),
@@ -146,6 +146,8 @@ def _tile_of(tile, boundary, first_set, second_set, MERGED: tl.constexpr):
         tl.where(inside, count, count2),
         tl.where(inside, num_slots, num_slots2),
         tl.where(inside, page_rows, page_rows2),
+        tl.where(inside, magic, magic2),
+        tl.where(inside, shift, shift2),
         tl.where(inside, page_stride, page_stride2),
     )
     return chosen, tl.where(inside, tile, tile - boundary)
@@ -168,6 +170,12 @@ def _valid_slots(lanes, chosen):
 
 
 @triton.jit
+def _load_rows(chosen, slots, RECORD: tl.constexpr):
+    """What `load_raw` returns, of a set."""
+    return load_raw(chosen[0], slots, chosen[4], chosen[5], chosen[6], chosen[7], RECORD)
+
+
+@triton.jit
 def _attend_tiles(
     first,
     last,
@@ -176,7 +184,7 @@ def _attend_tiles(
     acc,  # float32 [HEADS, 512]
     running_max,  # float32 [HEADS], of logits in units of log2
     total,  # float32 [HEADS]
-    first_set,  # (pages, indices, count, num_slots, page_rows, page_stride)
+    first_set,  # (pages, indices, count, num_slots, page_rows, its magic and shift, page_stride)
     second_set,
     scale_log2,
     RECORD: tl.constexpr,
@@ -199,7 +207,7 @@ def _attend_tiles(
     FEW: tl.constexpr = HEADS < 64
     lanes = _tile_lanes(first + 1, boundary, first_set, second_set, KEYS, MERGED)
     if AHEAD:
-        words, scales, tail = load_raw(chosen[0], slots, chosen[4], chosen[5], RECORD)
+        words, scales, tail = _load_rows(chosen, slots, RECORD)
     entry_max = running_max
     if FEW:
         sums = tl.zeros([HEADS, KEYS], tl.float32)
@@ -208,13 +216,13 @@ def _attend_tiles(
     for tile in tl.range(first, last, num_stages=1):
         if not AHEAD:
             chosen, _ = _tile_of(tile, boundary, first_set, second_set, MERGED)
-            words, scales, tail = load_raw(chosen[0], slots, chosen[4], chosen[5], RECORD)
+            words, scales, tail = _load_rows(chosen, slots, RECORD)
         valid = slots >= 0
         keys = widen(words, scales, tail, RECORD, MODE)
         chosen, _ = _tile_of(tile + 1, boundary, first_set, second_set, MERGED)
         slots = _valid_slots(lanes, chosen)
         if AHEAD:
-            words, scales, tail = load_raw(chosen[0], slots, chosen[4], chosen[5], RECORD)
+            words, scales, tail = _load_rows(chosen, slots, RECORD)
         lanes = _tile_lanes(tile + 2, boundary, first_set, second_set, KEYS, MERGED)
         logits = product(query, tl.trans(keys), MODE) * scale_log2
         logits = tl.where(valid[None, :], logits, float("-inf"))
@@ -323,8 +331,9 @@ def _store_output(
     do_not_specialize=[
         "num_heads", "q_token_stride", "q_head_stride", "num_positions",
         "window_index_stride", "window_width", "window_slots", "window_page_rows",
-        "window_page_stride",
-        "extra_index_stride", "extra_width", "extra_slots", "extra_page_rows", "extra_page_stride",
+        "window_page_magic", "window_page_shift", "window_page_stride",
+        "extra_index_stride", "extra_width", "extra_slots", "extra_page_rows", "extra_page_magic",
+        "extra_page_shift", "extra_page_stride",
         "splits", "stats_offset", "scale_word_stride",
     ],
     do_not_specialize_on_alignment=[
@@ -358,11 +367,15 @@ def attend_kernel(
     window_width: tl.int32,
     window_slots: tl.int32,
     window_page_rows: tl.int32,
+    window_page_magic: tl.int64,
+    window_page_shift: tl.int32,
     window_page_stride: tl.int64,  # in units of 16 bytes
     extra_index_stride: tl.int64,
     extra_width: tl.int32,
     extra_slots: tl.int32,
     extra_page_rows: tl.int32,
+    extra_page_magic: tl.int64,
+    extra_page_shift: tl.int32,
     extra_page_stride: tl.int64,  # in units of 16 bytes
     splits: tl.int32,
     stats_offset: tl.int64,
@@ -428,11 +441,11 @@ def attend_kernel(
     acc = tl.zeros([HEADS, DIM], tl.float32)
     window_set = (
         window_pages, window_indices + token * window_index_stride, window_count, window_slots,
-        window_page_rows, window_page_stride,
+        window_page_rows, window_page_magic, window_page_shift, window_page_stride,
     )  # fmt: skip
     extra_set = (
         extra_pages, extra_indices + token * extra_index_stride, extra_count, extra_slots,
-        extra_page_rows, extra_page_stride,
+        extra_page_rows, extra_page_magic, extra_page_shift, extra_page_stride,
     )  # fmt: skip
     MERGED: tl.constexpr = EXTRA_RECORD is not None and WINDOW_RECORD == EXTRA_RECORD
     window_last = last if MERGED else tl.minimum(last, window_tiles)

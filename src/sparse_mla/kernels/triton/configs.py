@@ -23,8 +23,8 @@ class AttendConfig:
 
 FEW_HEADS = AttendConfig(16, 64, 8)
 """16 rows are the smallest matrix instruction of every GPU; 84 KB of shared memory fit all of them.
-H200, 8 heads, 128 tokens, 640 keys: 60.8 us, later 53.1; 32 keys a tile 83.3, 4 warps 95.3, keys on the rows of the matrix
-instruction 77.0."""
+H200, 8 heads, 128 tokens, 640 keys: 49.4 to 51.6 us; 32 keys a tile 1.4 times, 4 warps 1.6, keys on the rows of the
+matrix instruction 1.3, 16 warps or two programs on a multiprocessor 1.4 to 1.9 times as long."""
 MANY_HEADS_HOPPER = AttendConfig(64, 64, 8, query_through_out=True, ahead=False)
 """64 rows are what Hopper's matrix instruction needs; 8 warps hold the 64 x 512 accumulator.
 H200, 64 heads, 128 tokens: 84.8 us; the query kept in registers 137.5, 32 keys a tile 92.0, and
@@ -65,8 +65,9 @@ def attend_splits(
     return max(1, min(num_sms // max(programs, 1), tiles, MAX_SPLITS))
 
 
-WRITE_ROWS, WRITE_WARPS = 4, 4
-"""Rows of a program of the writer: a warp each."""
+WRITE_ROWS, WRITE_WARPS = 1, 1
+"""Rows of a program of the writer. H200, 1 / 128 / 4096 rows of 528 bytes: 1.7 / 1.9 / 5.6 us, 4 rows in 4 warps
+2.1 / 2.2 / 6.0."""
 GATHER_ROWS = 8
 """Rows of a program of the gather."""
 METADATA_ROWS = 64

@@ -9,13 +9,21 @@ from torch import Tensor
 
 from sparse_mla.cache.paged import PagedCache
 from sparse_mla.kernels.triton.configs import GATHER_ROWS
+from sparse_mla.kernels.triton.launch import magic_division
 from sparse_mla.kernels.triton.rows import load_raw, widen
 
 DIM = tl.constexpr(512)
 
 
 @triton.jit(
-    do_not_specialize=["num_rows", "num_slots", "page_rows", "page_stride"],
+    do_not_specialize=[
+        "num_rows",
+        "num_slots",
+        "page_rows",
+        "page_magic",
+        "page_shift",
+        "page_stride",
+    ],
     do_not_specialize_on_alignment=["slots"],
 )
 def gather_kernel(
@@ -25,6 +33,8 @@ def gather_kernel(
     num_rows: tl.int32,
     num_slots: tl.int32,
     page_rows: tl.int32,
+    page_magic: tl.int64,
+    page_shift: tl.int32,
     page_stride: tl.int64,  # in units of 16 bytes
     RECORD: tl.constexpr,
     ROWS: tl.constexpr,
@@ -32,7 +42,9 @@ def gather_kernel(
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     slot = tl.load(slots + row, mask=row < num_rows, other=-1)
     slot = tl.where((slot >= 0) & (slot < num_slots), slot, -1).to(tl.int32)
-    words, scales, tail = load_raw(pages, slot, page_rows, page_stride, RECORD)
+    words, scales, tail = load_raw(
+        pages, slot, page_rows, page_magic, page_shift, page_stride, RECORD
+    )
     values = widen(words, scales, tail, RECORD, "generic")
     at = row.to(tl.int64)[:, None] * DIM + tl.arange(0, DIM)[None, :]
     tl.store(out + at, values, mask=(row < num_rows)[:, None])
@@ -54,6 +66,7 @@ def gather_rows(cache: PagedCache, slots: Tensor) -> Tensor:
             slots.shape[0],
             cache.num_slots,
             cache.page_rows,
+            *magic_division(cache.page_rows),
             cache.page_stride_bytes // 16,
             RECORD=cache.record,
             ROWS=GATHER_ROWS,

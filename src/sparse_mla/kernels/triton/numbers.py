@@ -89,6 +89,14 @@ mov.b32 $0, {lo, hi};
 
 
 @triton.jit
+def quotient(value, magic, shift):
+    """int32 `value // divisor`, value >= 0, without a division; see `launch.magic_division`."""
+    doubled = (value << 1).to(tl.uint32, bitcast=True)
+    high = tl.umulhi(doubled, magic.to(tl.uint32)) >> shift.to(tl.uint32)
+    return high.to(tl.int32, bitcast=True)
+
+
+@triton.jit
 def round_bf16(x):
     """float32 -> bf16, to nearest, ties to even, by integers (Triton's interpreter casts wrongly)."""
     bits = x.to(tl.uint32, bitcast=True)
@@ -179,6 +187,22 @@ def quantise_e4m3(x, HARDWARE: tl.constexpr):
             _CONVERT_E4M3, "=r,r,r,r,r", [x], dtype=tl.uint8, is_pure=True, pack=4
         )
     return encode_e4m3(x)
+
+
+@triton.jit
+def e2m1_quotient(x, scale, MODE: tl.constexpr):
+    """float32 x / scale as `encode_e2m1` rounds it, for x of bf16 precision and e4m3 scales.
+
+    Such a quotient is a rounding boundary of e2m1 or away from it by more than 2**-13 of itself, so it
+    only has to be exact where it is a boundary. One step of Newton's method gives that; values that
+    saturate anyway are cut off before, because infinity would not survive it. NaN is not looked at.
+    """
+    if MODE == "interpreted":
+        return tl.div_rn(x, tl.broadcast_to(scale, x.shape))
+    inverse = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
+    x = tl.minimum(tl.maximum(x, -1048576.0), 1048576.0)
+    guess = x * inverse
+    return tl.fma(tl.fma(-guess, scale, x), inverse, guess)
 
 
 @triton.jit

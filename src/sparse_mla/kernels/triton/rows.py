@@ -15,6 +15,7 @@ from sparse_mla.kernels.triton.numbers import (
     decode_e4m3,
     decode_ue8m0,
     materialise,
+    quotient,
     widen_e2m1,
     widen_e4m3,
 )
@@ -24,12 +25,13 @@ from sparse_mla.kernels.triton.numbers import (
 def row_offsets(
     slots,  # int32 [N], every one a valid slot
     page_rows,  # int32
+    page_magic,  # int64, with page_shift: division by page_rows, see `launch.magic_division`
+    page_shift,  # int32
     page_stride,  # int64, units of 16 bytes between pages (so that alignment is visible)
     RECORD: tl.constexpr,  # RecordFormat
 ):
     """int64 [N] byte offsets of the rows' data and of their scales."""
-    unsigned = slots.to(tl.uint32, bitcast=True)  # a shorter division than the signed one
-    page = (unsigned // page_rows.to(tl.uint32)).to(tl.int32, bitcast=True)
+    page = quotient(slots, page_magic, page_shift)
     row = slots - page * page_rows
     base = page.to(tl.int64) * (page_stride * 16)
     data = base + row * RECORD.data_stride
@@ -43,6 +45,8 @@ def load_raw(
     pages,  # uint8 pointer to the first page
     slots,  # int32 [N], negative = none
     page_rows,  # int32
+    page_magic,  # int64
+    page_shift,  # int32
     page_stride,  # int64, units of 16 bytes between pages
     RECORD: tl.constexpr,  # RecordFormat with dim 512
 ):
@@ -53,7 +57,9 @@ def load_raw(
     tail   int32 [N, 32], the bf16 values (V4), else the scales once more
     """
     valid = slots >= 0
-    data, scale_at = row_offsets(tl.where(valid, slots, 0), page_rows, page_stride, RECORD)
+    data, scale_at = row_offsets(
+        tl.where(valid, slots, 0), page_rows, page_magic, page_shift, page_stride, RECORD
+    )
     WORDS: tl.constexpr = RECORD.dim * RECORD.value_bits // 32
     QUANTISED: tl.constexpr = RECORD.quantised_bytes // 4
     word = tl.arange(0, WORDS)

@@ -10,6 +10,7 @@ from sparse_mla.kernels.triton.numbers import (
     INVERSE_E2M1_MAX,
     SMALLEST_E4M3,
     decode_e4m3,
+    e2m1_quotient,
     encode_e2m1,
     from_bf16,
     inverse_ue8m0,
@@ -39,6 +40,21 @@ def _rotate_tail(values, row, N: tl.constexpr, MODE: tl.constexpr):
 
 
 @triton.jit
+def _rotate_end(values, row, N: tl.constexpr, MODE: tl.constexpr):
+    """bf16 [N, 512] with the last 64 dims rotated; every pair stays where it is, so nothing is moved."""
+    pair = tl.arange(0, DIM // 2)[None, :] - (DIM // 2 - ROPE_PAIRS)
+    turns = tl.broadcast_to(pair >= 0, [N, DIM // 2])
+    cos = tl.load(row + pair, mask=turns, other=1.0)
+    sin = tl.load(row + (pair + ROPE_PAIRS), mask=turns, other=0.0)
+    even, odd = tl.split(tl.reshape(values, [N, DIM // 2, 2]))
+    even32, odd32 = from_bf16(even), from_bf16(odd)
+    new_even = to_bf16(even32 * cos - odd32 * sin, MODE)
+    new_odd = to_bf16(odd32 * cos + even32 * sin, MODE)
+    even, odd = tl.where(pair >= 0, new_even, even), tl.where(pair >= 0, new_odd, odd)
+    return tl.reshape(tl.join(even, odd), [N, DIM])
+
+
+@triton.jit
 def _store_row(
     pages,
     data,  # int64 [N] offsets of the data
@@ -48,6 +64,7 @@ def _store_row(
     N: tl.constexpr,
     RECORD: tl.constexpr,
     HARDWARE_E4M3: tl.constexpr,
+    MODE: tl.constexpr,
 ):
     """Quantise and store rows as the codec does, NaN and infinity included; other bytes stay."""
     BLOCKS: tl.constexpr = RECORD.dim // RECORD.scale_block
@@ -68,8 +85,8 @@ def _store_row(
     else:
         ratio = tl.minimum(tl.maximum(amax * INVERSE_E2M1_MAX, SMALLEST_E4M3), E4M3_MAX)
         scale = quantise_e4m3(ratio, HARDWARE_E4M3)
-        quotient = tl.div_rn(blocks, tl.broadcast_to(decode_e4m3(scale)[:, :, None], blocks.shape))
-        low, high = tl.split(tl.reshape(encode_e2m1(quotient), [N, DIM // 2, 2]))
+        ratios = e2m1_quotient(blocks, decode_e4m3(scale)[:, :, None], MODE)
+        low, high = tl.split(tl.reshape(encode_e2m1(ratios), [N, DIM // 2, 2]))
         codes = tl.reshape(low | (high << 4), [N, BLOCKS, SIZE // 2])
         spoilt = tl.max(nan.to(tl.int32), 2) != 0  # e2m1 has no NaN: the scale takes it
         codes = tl.reshape(tl.where(spoilt[:, :, None], 0, codes), [N, DIM // 2]).to(tl.uint8)
@@ -87,8 +104,8 @@ def _store_row(
 
 @triton.jit(
     do_not_specialize=[
-        "latent_stride", "num_rows", "num_positions", "num_slots", "page_rows", "page_stride",
-        "ratio", "row_programs", "num_tokens", "num_heads", "q_token_stride", "q_head_stride",
+        "latent_stride", "num_rows", "num_positions", "num_slots", "page_rows", "page_magic",
+        "page_shift", "page_stride", "row_programs", "num_tokens", "num_heads", "q_token_stride", "q_head_stride",
         "out_token_stride", "out_head_stride",
     ],
     do_not_specialize_on_alignment=["slots", "positions", "rope"],
@@ -106,8 +123,9 @@ def write_kernel(
     num_positions: tl.int32,
     num_slots: tl.int32,
     page_rows: tl.int32,
+    page_magic: tl.int64,
+    page_shift: tl.int32,
     page_stride: tl.int64,  # in units of 16 bytes
-    ratio: tl.int32,
     row_programs: tl.int32,  # programs that store rows; the others rotate queries
     num_tokens: tl.int32,
     num_heads: tl.int32,
@@ -116,6 +134,8 @@ def write_kernel(
     out_token_stride: tl.int64,
     out_head_stride: tl.int64,
     RECORD: tl.constexpr,
+    RATIO: tl.constexpr,  # only rows that close a group of so many positions are stored
+    ALIGNED: tl.constexpr,  # every latent begins at a multiple of 16 bytes
     ROWS: tl.constexpr,  # rows of a program, also (token, head) pairs of a query program
     QUERY: tl.constexpr,  # "none", "copy", or "in place": only the rotated dims move
     HARDWARE_E4M3: tl.constexpr,
@@ -128,20 +148,22 @@ def write_kernel(
         inside = row < num_rows
         slot = tl.load(slots + row, mask=inside, other=-1)
         position = tl.load(positions + row, mask=inside, other=0).to(tl.int64)
-        valid = (slot >= 0) & (slot < num_slots) & ((position + 1) % ratio == 0)
-        position = position // ratio * ratio
+        valid = (slot >= 0) & (slot < num_slots)
+        if RATIO > 1:
+            valid = valid & ((position + 1) % RATIO == 0)
+            position = position // RATIO * RATIO
         position = tl.minimum(tl.maximum(position, 0), num_positions - 1)
+        if ALIGNED:  # the compiler sees that the stride is a multiple of 8
+            latent_stride = latent_stride // 8 * 8
         source = latents + row.to(tl.int64)[:, None] * latent_stride
         dims = tl.arange(0, DIM)[None, :]
-        values = tl.load(source + dims, mask=valid[:, None], other=0.0)
-        tail = tl.load(source + (tl.arange(0, ROPE_DIM)[None, :] + ROPE_FIRST), mask=valid[:, None],
-                       other=0.0)  # fmt: skip
-        turned = _rotate_tail(tail, rope + position[:, None] * ROPE_DIM, ROWS, MODE)
-        spread = tl.broadcast_to(turned[:, None, :], [ROWS, DIM // ROPE_DIM, ROPE_DIM])
-        values = tl.where(dims >= ROPE_FIRST, tl.reshape(spread, [ROWS, DIM]), values)
+        values = tl.load(source + dims, mask=(inside if RATIO == 1 else valid)[:, None], other=0.0)
+        values = _rotate_end(values, rope + position[:, None] * ROPE_DIM, ROWS, MODE)
         safe = tl.where(valid, slot, 0).to(tl.int32)
-        data, scale_at = row_offsets(safe, page_rows, page_stride, RECORD)
-        _store_row(pages, data, scale_at, from_bf16(values), valid, ROWS, RECORD, HARDWARE_E4M3)
+        data, scale_at = row_offsets(safe, page_rows, page_magic, page_shift, page_stride, RECORD)
+        _store_row(
+            pages, data, scale_at, from_bf16(values), valid, ROWS, RECORD, HARDWARE_E4M3, MODE
+        )
     elif QUERY != "none":
         pair = (program - row_programs).to(tl.int64) * ROWS + lane
         token = pair // num_heads

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from sparse_mla.cache.paged import PagedCache
 from sparse_mla.kernels.triton.configs import WRITE_ROWS, WRITE_WARPS
-from sparse_mla.kernels.triton.launch import compile_mode, device_facts
+from sparse_mla.kernels.triton.launch import compile_mode, device_facts, magic_division
 from sparse_mla.kernels.triton.write_kernel import write_kernel
 from sparse_mla.kernels.write_contract import WriteWindowCall
 
@@ -58,8 +58,8 @@ def store_rotated(
         rope.shape[0],
         cache.num_slots,
         cache.page_rows,
+        *magic_division(cache.page_rows),
         cache.page_stride_bytes // 16,
-        ratio,
         row_programs,
         tokens,
         max(heads, 1),
@@ -68,6 +68,8 @@ def store_rotated(
         target.stride(0),
         target.stride(1),
         RECORD=cache.record,
+        RATIO=ratio,
+        ALIGNED=latents.data_ptr() % 16 == 0 and latents.stride(0) % 8 == 0,
         ROWS=WRITE_ROWS,
         QUERY=mode,
         HARDWARE_E4M3=hardware and compiled == "ptx",
