@@ -4,7 +4,7 @@
 
 A case is timed only after lists of it passed their check against float64 scores. Bytes model: every key
 once for each row (decoding rows belong to different requests), a score written and read once, and the
-list. The limit is what a plain copy of 1 GiB reaches in the same run. `--consumer` times the layers that
+list. The limit is what a plain copy of 2 GiB reaches in the same run. `--consumer` times the layers that
 choose among 2048 candidate blocks, `--prefill N` rows of one request that share its keys.
 """
 
@@ -20,16 +20,10 @@ from common import input_sets, time_launches
 from sparse_mla.cache.records import RecordFormat, record_named
 from sparse_mla.kernels.index_contract import IndexTopkCall, IndexTopkOut
 from sparse_mla.kernels.triton.index_topk import index_topk
+from sparse_mla.testing.bench import copy_rate
 from sparse_mla.testing.index_inputs import IndexSizes, make_large_call, selection_faults
 
 TOPK, HEADS, BLOCK_SIZE, BLOCKS, DIM = 512, 32, 8, 2048, 128
-
-
-def copy_speed() -> float:
-    """Bytes a second of a device-to-device copy, both directions counted."""
-    source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
-    target = torch.empty_like(source)
-    return 2 * source.nbytes / (time_launches([lambda: target.copy_(source)] * 4) * 1e-6)
 
 
 def empty_out(call: IndexTopkCall, publish: bool) -> IndexTopkOut:
@@ -105,7 +99,7 @@ def main() -> None:
     parser.add_argument("--publish", action="store_true", help="fill candidate blocks too")
     parser.add_argument("--prefill", type=int, default=0)
     options = parser.parse_args()
-    limit = copy_speed()
+    limit = copy_rate(torch.device("cuda"))
     print(f"{torch.cuda.get_device_name()}: a copy moves {limit / 1e12:.2f} TB/s")
     for rows in [1] if options.prefill else [int(text) for text in options.rows.split(",")]:
         for keys in [int(text) for text in options.keys.split(",")]:

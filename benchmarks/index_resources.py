@@ -21,9 +21,11 @@ import triton.backends.nvidia
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.compiler import compile as compile_kernel
+from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import JITFunction
 
 from sparse_mla.cache.records import INDEX_RECORDS
+from sparse_mla.kernels.triton import index_scores_hopper as hopper
 from sparse_mla.kernels.triton.compress import pool_kernel, store_ring_kernel
 from sparse_mla.kernels.triton.index_scores import row_scores_kernel, shared_scores_kernel
 from sparse_mla.kernels.triton.index_select import (
@@ -33,6 +35,7 @@ from sparse_mla.kernels.triton.index_select import (
 )
 from sparse_mla.kernels.triton.index_topk import (
     GROUP,
+    HOPPER_REGISTERS,
     KEYS,
     MAXIMA_BLOCKS,
     SELECT_LANES,
@@ -59,6 +62,7 @@ OVERRIDES = {  # names that mean different things in different kernels
     ("prepare_kernel", "scales"): "*u8",
     ("row_scores_kernel", "scales"): "*u8",
     ("shared_scores_kernel", "scales"): "*u8",
+    ("hopper_scores_kernel", "scales"): "*u8",
     ("select_positions_kernel", "positions"): "*i32",
 }
 UNALIGNED = ("weights", "scales", "table", "requests", "visible", "candidates", "positions",
@@ -77,7 +81,7 @@ class Usage:
     shared_bytes: int
 
 
-def variants() -> Iterator[tuple[JITFunction, str, dict[str, object], int, bool]]:
+def variants(target: int) -> Iterator[tuple[JITFunction, str, dict[str, object], int, bool]]:
     """(kernel, record, compile-time arguments, warps, whether products may be fused)."""
     for record in INDEX_RECORDS:
         common = {"RECORD": record, "UNIT": 16, "HEADS": HEADS, "KEYS": KEYS, "GROUP": GROUP}
@@ -89,6 +93,11 @@ def variants() -> Iterator[tuple[JITFunction, str, dict[str, object], int, bool]
                 4,
                 True,
             )
+        if target == 90:
+            shape = {"KEYS": hopper.KEYS, "LAYOUTS": hopper.layouts(record, HEADS)}
+            for filtered in (False, True):
+                fixed = {**common, **shape, "FILTER": filtered}
+                yield hopper.hopper_scores_kernel, record.name, fixed, hopper.WARPS, True
         shape = {"ROWS": SHARED_LANES // HEADS, "PARTS": SHARED_PARTS, "MODE": "ptx"}
         yield shared_scores_kernel, record.name, {**common, **shape}, 8, True
         rows = {"RECORD": record, "ROWS": 8, "MODE": "ptx"}
@@ -131,10 +140,14 @@ def measure(
         for index, (name, kind) in enumerate(signature.items())
         if kind.startswith("*") and name not in UNALIGNED
     }
+    options: dict[str, object] = {"num_warps": warps, "enable_fp_fusion": fuse}
+    source = ASTSource
+    if kernel is hopper.hopper_scores_kernel:
+        source, options["maxnreg"] = GluonASTSource, HOPPER_REGISTERS
     compiled = compile_kernel(
-        ASTSource(kernel, signature, fixed, aligned),
+        source(kernel, signature, fixed, aligned),
         target=GPUTarget("cuda", target, 32),
-        options={"num_warps": warps, "enable_fp_fusion": fuse},
+        options=options,
     )
     tool = Path(triton.backends.nvidia.__file__).parent / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -156,7 +169,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="FP8 keys only")
     options = parser.parse_args()
     for target in map(int, options.targets.split(",")):
-        for variant in variants():
+        for variant in variants(target):
             if options.quick and variant[1] not in ("", "index_fp8"):
                 continue
             usage = measure(target, *variant)

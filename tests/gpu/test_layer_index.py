@@ -39,12 +39,20 @@ if torch.cuda.is_available():
     from sparse_mla.kernels.triton import index_topk as body
     from sparse_mla.kernels.triton.compress import compress
     from sparse_mla.kernels.triton.index_scores import row_scores_kernel, shared_scores_kernel
+    from sparse_mla.kernels.triton.index_scores_hopper import hopper_scores_kernel
     from sparse_mla.kernels.triton.index_select import select_positions_kernel
     from sparse_mla.kernels.triton.prepare_index_queries import prepare_index_queries
     from sparse_mla.kernels.triton.write_index_keys import write_index_keys
 
 RECORDS = pytest.mark.parametrize("record", INDEX_RECORDS, ids=lambda record: record.name)
+PORTABLE = pytest.mark.parametrize("portable", [False, True], ids=["chosen", "portable"])
 MODEL = {"topk": 512, "heads": 32, "page_rows": 64, "block_size": 8}
+
+
+def choose_scores(monkeypatch: pytest.MonkeyPatch, portable: bool) -> None:
+    """The kernel that this GPU would take, or the one for every GPU."""
+    if portable:
+        monkeypatch.setattr(body, "use_hopper_scores", lambda facts, mode: False)
 
 
 @RECORDS
@@ -125,8 +133,13 @@ def test_compressor_and_its_ring() -> None:
         outs.append(run(CompressCall(projected.to(device), 2, where, gain, 1e-20, ring)).cpu())
         rings.append(ring.rows[1:].cpu())
     assert torch.equal(*rings)
+    # Two roundings to bf16, before and after the norm; where the two pooled rows nearly cancel, also the
+    # float32 roundings of their weights: 8 of a value below 6, on rows of a mean square above 1/4.
+    assert float(projected[:-2, :512].abs().max()) < 6
+    cancelled = 8 * 2.0**-24 * 6 / 0.5 * 1.5
     error = (outs[0].float() - outs[1].float()).abs()
-    assert bool((error <= 2 * 2.0**-8 * outs[1].float().abs() + 1e-30).all())
+    bound = 2 * 2.0**-8 * outs[1].float().abs() + cancelled
+    assert bool((error <= bound).all()), f"{float((error / bound).max()):.2f} of the bound"
     assert float((outs[0] != outs[1]).float().mean()) < 0.01
 
 
@@ -141,16 +154,29 @@ def empty_out(call: IndexTopkCall, candidates: int | None = None) -> IndexTopkOu
 
 
 @RECORDS
-@pytest.mark.parametrize("share", [1, 100])
+@pytest.mark.parametrize(("share", "portable"), [(1, False), (100, False), (100, True)])
+@pytest.mark.parametrize(
+    ("heads", "page_rows", "block_size"), [(32, 64, 8), (8, 24, 5), (128, 1, 7)]
+)
 def test_exact_scores_give_the_lists_of_pytorch(
-    record: RecordFormat, share: int, monkeypatch: pytest.MonkeyPatch
+    record: RecordFormat,
+    share: int,
+    portable: bool,
+    heads: int,
+    page_rows: int,
+    block_size: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A mixed batch of whole numbers with many ties, candidates, then the consumers of them."""
+    """A mixed batch of whole numbers with many ties, candidates, then the consumers of them.
+
+    Exact scores need head weights that are powers of two: 8, 32 or 128 heads.
+    """
     monkeypatch.setattr(body, "ROWS_TO_SHARE", share)
+    choose_scores(monkeypatch, portable)
     contexts, lens = [2000, 9, 0, 70, 1333], [5, 2, 0, 1, 19]
     results: dict[str, list[Tensor | None]] = {}
     for device, run in (("cuda", body.index_topk), ("cpu", wanted_topk)):
-        sizes = IndexSizes(record, topk=64, heads=32, page_rows=64, block_size=8)
+        sizes = IndexSizes(record, 64, heads, page_rows, block_size)
         options = {"padding": 2, "exact": True, "device": device}
         call = make_index_call(contexts, lens, sizes, **options)
         out = empty_out(call, 40)
@@ -165,8 +191,14 @@ def test_exact_scores_give_the_lists_of_pytorch(
 
 
 @RECORDS
-def test_lists_at_128k_keys_and_their_consumers(record: RecordFormat) -> None:
+@PORTABLE
+@pytest.mark.parametrize("share", [4, 100])
+def test_lists_at_128k_keys_and_their_consumers(
+    record: RecordFormat, portable: bool, share: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Two requests of several rows; then, behind 2048 candidate blocks, another layer's lists."""
+    choose_scores(monkeypatch, portable)
+    monkeypatch.setattr(body, "ROWS_TO_SHARE", share)
     call = make_large_call([131072, 70001], IndexSizes(record, **MODEL), rows_each=6, device="cuda")
     out = empty_out(call, 2048)
     body.index_topk(call, out)
@@ -195,7 +227,11 @@ def test_a_row_at_a_million_positions(rows_each: int) -> None:
     assert selection_faults(call, rows_each - 1, out.positions[-1]) == []
 
 
-def test_repeats_and_rows_alone_give_the_same_bits() -> None:
+@PORTABLE
+def test_repeats_and_rows_alone_give_the_same_bits(
+    portable: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    choose_scores(monkeypatch, portable)
     call = make_large_call([40000] * 12, IndexSizes(INDEX_FP8, **MODEL), device="cuda")
     first = empty_out(call, 2048)
     body.index_topk(call, first)
@@ -266,7 +302,12 @@ def test_a_captured_call_follows_counts_tables_and_requests() -> None:
 
 def test_nothing_compiles_after_warm_up() -> None:
     def variants() -> int:
-        kernels = (row_scores_kernel, shared_scores_kernel, select_positions_kernel)
+        kernels = (
+            row_scores_kernel,
+            hopper_scores_kernel,
+            shared_scores_kernel,
+            select_positions_kernel,
+        )
         device = torch.cuda.current_device()
         return sum(len(kernel.device_caches[device][0]) for kernel in kernels)
 

@@ -44,7 +44,13 @@ def test_oldest_supported_gpu() -> None:
     assert {"row_scores_kernel", "row_scores_kernel, filtered", "shared_scores_kernel"} <= names
 
 
+def test_hopper_has_a_kernel_of_its_own() -> None:
+    names = check(90, "--quick")
+    assert {"hopper_scores_kernel", "hopper_scores_kernel, filtered"} <= names
+    assert len(names) == 14
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("target", [80, 86, 89, 90, 100, 120])
 def test_all_gpus_and_records(target: int) -> None:
-    assert len(check(target)) == 12
+    assert len(check(target)) == (14 if target == 90 else 12)

@@ -1,8 +1,9 @@
 """Exact selection in Triton: the K best of a row of integers, equal ones by the lower column.
 
-Four passes over the row find the K-th value, eight bits each: a histogram of the next digit among the
-values that share the digits found so far. A fifth pass writes the columns in ascending order. All
-lengths are run-time values, nothing is sorted, and two runs give the same bits.
+The K-th value is found by cutting an interval that holds it into three: how many values reach each of
+the two cuts, until the interval is a point or exactly K values reach a cut. Then the columns are written in ascending order. A row
+that fits into the registers of a program is loaded once, a longer one in every pass. All lengths are
+run-time values, nothing is sorted, and two runs give the same bits.
 
 Long rows are cut down first: with the best value of each group of `GROUP` columns at hand, the K best
 groups (equal ones by the lower group) contain the K best columns. For, let t be the K-th best group
@@ -23,40 +24,144 @@ PINNED = tl.constexpr(0x7F800000)  # +inf
 
 @triton.jit
 def _lanes(values, members, first, count, LANES: tl.constexpr, GROUP: tl.constexpr):
-    """(columns, order-preserving uint32, whether it may be chosen) of lanes `first ..`."""
+    """(columns, values) of lanes `first ..`, int32 [LANES]; `ABSENT` for what is never chosen."""
     lane = first + tl.arange(0, LANES)
-    here = lane < count
-    column = lane
     if GROUP > 1:
-        member = tl.load(members + lane // GROUP, mask=here, other=0)
-        column = member * GROUP + lane % GROUP
-    value = tl.load(values + column, mask=here, other=ABSENT)
-    ordered = value.to(tl.uint32, bitcast=True) ^ 0x80000000
-    return column, ordered, here & (value > NEVER)
+        group = first // GROUP + tl.arange(0, LANES // GROUP)
+        member = tl.load(members + group, mask=group * GROUP < count, other=0)
+        inside = tl.arange(0, GROUP)[None, :]
+        here = (group * GROUP < count)[:, None] & (inside >= 0)
+        column = tl.reshape((member * GROUP)[:, None] + inside, [LANES])
+        value = tl.load((values + member * GROUP)[:, None] + inside, mask=here, other=ABSENT)
+        value = tl.reshape(value, [LANES])
+    else:
+        column = lane
+        value = tl.load(values + column, mask=lane < count, other=ABSENT)
+    return column, tl.where(value > NEVER, value, ABSENT)
 
 
 @triton.jit
-def _kth(values, members, count, wanted, LANES: tl.constexpr, GROUP: tl.constexpr):
-    """(the value of rank `wanted`, how many equal to it are among the best `wanted`)."""
-    threshold = tl.zeros([1], tl.uint32)
-    need = wanted
-    digits = tl.arange(0, 256)
-    for step in tl.static_range(4):
-        shift = 24 - 8 * step
-        counts = tl.zeros([256], tl.int32)
+def _thirds(low, high):
+    """Two int32 that cut low + 1 .. high, low < high, into three; they may be equal."""
+    distance = (high - low).to(tl.uint32, bitcast=True)
+    step = (distance + 2) // 3
+    far = tl.minimum(2 * step, distance)
+    return low + step.to(tl.int32, bitcast=True), low + far.to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def _counts(value, near, far):
+    """How many of int32 [LANES] are at least `near`, and at least `far` in the high half."""
+    return tl.sum((value >= near).to(tl.int32) + ((value >= far).to(tl.int32) << 16), 0)
+
+
+@triton.jit
+def _narrow(low, high, above, need, near, far, at_near, at_far):
+    """(low, high, values above high) after so many values turned out to be at least `near` and `far`.
+
+    At least `need` values reach `low`, fewer lie above `high`. If exactly `need` reach a cut, the
+    interval becomes the point below it.
+    """
+    reaches_far, reaches_near = at_far >= need, at_near >= need
+    below = tl.where(reaches_near, near, low)
+    rest = tl.where(reaches_near, far, near) - 1
+    left = tl.where(reaches_near, at_far, at_near)
+    below = tl.where(reaches_far, far, below)
+    rest = tl.where(reaches_far, high, rest)
+    left = tl.where(reaches_far, above, left)
+    exact = (at_far == need) | (at_near == need)
+    point = tl.where(at_far == need, far, near) - 1
+    return (
+        tl.where(exact, point, below),
+        tl.where(exact, point, rest),
+        tl.where(exact, need, left),
+    )
+
+
+@triton.jit
+def _bounds(value):
+    """(lowest and highest value that may be chosen, how many may be) of int32 [LANES]."""
+    live = value > NEVER
+    low = tl.min(tl.where(live, value, 0x7FFFFFFF), 0)
+    return low, tl.max(value, 0), tl.sum(live.to(tl.int32), 0)
+
+
+@triton.jit
+def _kth_held(value, wanted):
+    """(the value of rank `wanted`, how many equal to it are among the best `wanted`) of int32 [LANES]."""
+    low, high, live = _bounds(value)
+    need = tl.minimum(wanted, live)
+    above = 0
+    high = tl.maximum(tl.where(need > 0, high, low), low)
+    low = tl.where(need > 0, low, high)
+    while low < high:
+        near, far = _thirds(low, high)
+        both = _counts(value, near, far)
+        low, high, above = _narrow(low, high, above, need, near, far, both & 0xFFFF, both >> 16)
+    return low, need - above
+
+
+@triton.jit
+def _kth_streamed(values, members, count, wanted, LANES: tl.constexpr, GROUP: tl.constexpr):
+    """The same of a row that is read in every pass."""
+    low = tl.full([], 0x7FFFFFFF, tl.int32)
+    high = tl.full([], ABSENT, tl.int32)
+    live = 0
+    for first in range(0, count, LANES):
+        _, value = _lanes(values, members, first, count, LANES, GROUP)
+        least, most, some = _bounds(value)
+        low, high, live = tl.minimum(low, least), tl.maximum(high, most), live + some
+    need = tl.minimum(wanted, live)
+    above = 0
+    high = tl.maximum(tl.where(need > 0, high, low), low)
+    low = tl.where(need > 0, low, high)
+    while low < high:
+        near, far = _thirds(low, high)
+        at_near = 0
+        at_far = 0
         for first in range(0, count, LANES):
-            _, ordered, live = _lanes(values, members, first, count, LANES, GROUP)
-            if step > 0:
-                live = live & ((ordered >> (shift + 8)) == (threshold >> (shift + 8)))
-            each = ((ordered >> shift) & 255).to(tl.int32)
-            counts += tl.histogram(each, 256, mask=live)
-        if step == 0:
-            need = tl.minimum(need, tl.sum(counts, 0))
-        reach = tl.cumsum(counts, 0, reverse=True)  # values whose digit is at least this one
-        digit = tl.sum((reach >= need).to(tl.int32), 0) - 1
-        need -= tl.sum(tl.where(digits > digit, counts, 0), 0)
-        threshold = threshold | (digit.to(tl.uint32) << shift)
-    return threshold, need
+            _, value = _lanes(values, members, first, count, LANES, GROUP)
+            both = _counts(value, near, far)
+            at_near += both & 0xFFFF
+            at_far += both >> 16
+        low, high, above = _narrow(low, high, above, need, near, far, at_near, at_far)
+    return low, need - above
+
+
+@triton.jit
+def _write(
+    out,
+    column,
+    value,
+    threshold,
+    need,
+    taken,
+    tied,
+    blocks,
+    wanted,
+    block_size,
+    MAPPED: tl.constexpr,
+):
+    """Write the lanes that are kept behind the `taken` before; (kept, equal to the threshold) so far."""
+    equal = (value == threshold).to(tl.int32)
+    better = (value > threshold).to(tl.int32)
+    counts = better + (equal << 16)  # both prefix sums in one
+    sums = tl.cumsum(counts, 0)
+    before = sums - counts
+    equal_before = tied + (before >> 16)
+    keep = (better != 0) | ((equal != 0) & (equal_before < need))
+    kept_equal = tl.minimum(equal_before, need) - tl.minimum(tied, need)
+    place = taken + (before & 0xFFFF) + kept_equal
+    name = column
+    if MAPPED:
+        entry = column // block_size
+        block = tl.load(blocks + entry, mask=keep, other=0)
+        name = block * block_size + (column - entry * block_size)
+    tl.store(out + place, name, mask=keep & (place < wanted))
+    all_better = tl.sum(better, 0)
+    all_equal = tl.sum(equal, 0)
+    kept_equal = tl.minimum(tied + all_equal, need) - tl.minimum(tied, need)
+    return taken + all_better + kept_equal, tied + all_equal
 
 
 @triton.jit
@@ -73,24 +178,21 @@ def _collect(
     MAPPED: tl.constexpr,
 ):
     """Write the best columns, or what `blocks` calls them, ascending, -1 behind; return how many."""
-    threshold, need = _kth(values, members, count, wanted, LANES, GROUP)
     taken = 0
     tied = 0
-    for first in range(0, count, LANES):
-        column, ordered, live = _lanes(values, members, first, count, LANES, GROUP)
-        equal = (live & (ordered == threshold)).to(tl.int32)
-        before = tied + tl.cumsum(equal, 0) - equal
-        keep = live & ((ordered > threshold) | ((equal != 0) & (before < need)))
-        kept = keep.to(tl.int32)
-        place = taken + tl.cumsum(kept, 0) - 1
-        name = column
-        if MAPPED:
-            entry = column // block_size
-            block = tl.load(blocks + entry, mask=keep, other=0)
-            name = block * block_size + (column - entry * block_size)
-        tl.store(out + place, name, mask=keep & (place < wanted))
-        taken += tl.sum(kept, 0)
-        tied += tl.sum(equal, 0)
+    if count <= LANES:
+        column, value = _lanes(values, members, 0, count, LANES, GROUP)
+        threshold, need = _kth_held(value, wanted)
+        taken, tied = _write(
+            out, column, value, threshold, need, taken, tied, blocks, wanted, block_size, MAPPED
+        )
+    else:
+        threshold, need = _kth_streamed(values, members, count, wanted, LANES, GROUP)
+        for first in range(0, count, LANES):
+            column, value = _lanes(values, members, first, count, LANES, GROUP)
+            taken, tied = _write(
+                out, column, value, threshold, need, taken, tied, blocks, wanted, block_size, MAPPED
+            )
     taken = tl.minimum(taken, wanted)
     for first in range(0, wanted, LANES):
         lane = first + tl.arange(0, LANES)
@@ -140,8 +242,10 @@ def select_positions_kernel(
         if FILTER:
             columns = num_candidates * block_size
         mine = groups + local * groups_stride
-        values = scores + local * scores_stride
-        best = maxima + local * maxima_stride
+        values = scores + local * (
+            scores_stride // GROUP * GROUP
+        )  # multiples that the compiler sees
+        best = maxima + local * (maxima_stride // 4 * 4)
         chosen = candidates + row * candidates_stride
         count = (columns + GROUP - 1) // GROUP
         members = _collect(mine, best, mine, chosen, count, topk, 1, LANES, 1, False)
