@@ -89,9 +89,19 @@ def test_mega_attention(output: str, layout: Layout):
     assert result.heads_per_group == 8
     assert result.choice.name == "torch"
     assert result.choice.reason
+    if output == "fp8":
+        values = result.dequantize()
+        wanted = interleaved_output(values, 8) if layout is Layout.CHUNK_INTERLEAVED else values
+        assert torch.equal(result.fp8.widen().float().flatten(), wanted.flatten())
     exact = attend_exact(problem.call()).output
     spread = 2.0**-8 if output == "bf16" else 2.0**-4
     assert (result.dequantize().double() - exact).norm() < spread * exact.norm()
+
+
+def interleaved_output(values: Tensor, heads_per_group: int) -> Tensor:
+    """[T, H, 512] with the blocks of 32 dims of a group's heads side by side."""
+    blocks = values.unflatten(1, (-1, heads_per_group)).unflatten(3, (16, 32))
+    return blocks.transpose(2, 3).contiguous()
 
 
 def test_defaults():

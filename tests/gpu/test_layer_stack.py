@@ -134,22 +134,40 @@ def test_decode_rows_at_128k_tokens_agree_with_the_cpu(name: str, index: str) ->
     options = {"cfg": cfg, "layer_ids": layer_ids, "capacity_tokens": context + 512}
     servers = [server_on(device, name, index, **options) for device in ("cuda", "cpu")]
     fill_equally(servers, layer_ids)
-    outputs, lists = [], []
-    for server in servers:
+    chosen: dict[int, list[Tensor]] = {}  # by layer, every buffer of lists
+    shares: dict[int, float] = {}
+
+    def keep(layer_id: int, step: StepState) -> None:
+        chosen[layer_id] = [lists.cpu() for lists in lists_of(step)]
+
+    def compare_and_take(layer_id: int, step: StepState) -> None:
+        """How much of the GPU's list the CPU chose too; attention then reads the GPU's lists here too."""
+        got, wanted = chosen[layer_id][0][0], step.buffers.topk[0]
+        assert int((got >= 0).sum()) == 512
+        shares[layer_id] = float(torch.isin(got, wanted).float().mean())
+        for lists, taken in zip(lists_of(step), chosen[layer_id], strict=True):
+            lists.copy_(taken)
+
+    outputs = []
+    for server, watch in zip(servers, (keep, compare_and_take), strict=True):
+        for layer in server.stack.attention_layers():
+            layer.on_selection = watch
         requests = [server.request(context), server.request(300)]
         parts = [
             Part(request, request.length - 1, hidden_rows(1, seed=request.length))
             for request in requests
         ]
         outputs.append(server.step(parts).cpu())
-        lists.append([requests[0].selections[i].positions[-1] for i in layer_ids])
-    for got, wanted in zip(*lists, strict=True):
-        assert int((got >= 0).sum()) == 512
-        common = torch.isin(got, wanted).float().mean()
-        # roundings of the layers before move index codes, and with them entries near the cut
-        assert float(common) > 0.9, f"only {float(common):.3f} of a list in common"
+    # an input half a bf16 rounding away moves 3 % of the first list and 8 % of the last one
+    assert min(shares.values()) > 0.9, shares
     error = float((outputs[0] - outputs[1]).norm() / outputs[1].norm())
-    assert error < 2.0**-5, f"relative error {error:.2e}"
+    assert error < 2.0**-6, f"relative error {error:.2e}"
+
+
+def lists_of(step: StepState) -> tuple[Tensor, ...]:
+    """The lists that an index source publishes."""
+    buffers = step.buffers
+    return buffers.topk, buffers.slots, buffers.lengths, buffers.candidates
 
 
 def test_fp8_output_of_the_layer() -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from sparse_mla.cache.codec import gather_rows
 from sparse_mla.config.topology import LayerKind
 from sparse_mla.errors import ArgumentError, DTypeError, ShapeError
+from sparse_mla.kernels.contract import Layout
 from sparse_mla.nn.attention import DeepseekV41Attention
 from sparse_mla.nn.stack import AttentionStack
 from sparse_mla.nn.step import StepBuffers, rope_tables
@@ -111,6 +112,30 @@ def test_fp8_output_is_close_to_bf16_output(lab) -> None:
     cast = layer(x, server.state([Part(request, 0, x)]))
     error = float((cast - exact).float().norm() / exact.float().norm())
     assert 1e-3 < error < 2.0**-4
+
+
+@pytest.mark.parametrize("output", ["bf16", "fp8"])
+@pytest.mark.parametrize("rank", [None, 3])
+def test_permuted_weights_give_the_same_layer(lab, output: str, rank: int | None) -> None:
+    """The fused kernels' order of query and output, whole or on a rank of four; only sums move."""
+    server = lab.server(layer_ids=(1,))
+    cfg = server.cfg
+    shard = None if rank is None else cfg.shard(rank, 4)
+    x = bf16(lab, 40)
+    request = server.request(40)
+    outs, weights = [], []
+    for layout in Layout:
+        layer = DeepseekV41Attention(cfg, 1, shard=shard, output=output, layout=layout)
+        layer.reset_parameters()
+        state = server.state([Part(request, 0, x)])
+        plain = dataclasses.replace(state, metadata=dataclasses.replace(state.metadata, plan={}))
+        outs.append(layer(x, plain).double())
+        weights.append((layer.wq_b.weight, layer.wo_a.weight))
+    for standard, permuted in zip(*weights, strict=True):
+        assert not torch.equal(standard, permuted)
+        assert torch.equal(standard.flatten().sort().values, permuted.flatten().sort().values)
+    # wo_a adds its products in another order and rounds to bf16, wo_b once more
+    assert float((outs[0] - outs[1]).norm() / outs[0].norm()) < 2.0**-8
 
 
 @pytest.mark.parametrize("tp_size", [2, 8])

@@ -11,7 +11,7 @@ from sparse_mla._checks import check_choice, check_tensor
 from sparse_mla.config.model import HeadShard, ModelConfig
 from sparse_mla.config.topology import layer_topology
 from sparse_mla.errors import ArgumentError
-from sparse_mla.kernels.contract import KeySet
+from sparse_mla.kernels.contract import KeySet, Layout
 from sparse_mla.kernels.index_contract import Ring
 from sparse_mla.nn.compressor import Compressor
 from sparse_mla.nn.indexer import Indexer, IndexKeys
@@ -21,6 +21,7 @@ from sparse_mla.nn.step import StepState
 from sparse_mla.nn.weights import random_layer, read_layer
 from sparse_mla.ops.attend import AttendOptions, QuantizedOutput, mega_attention
 from sparse_mla.ops.bodies import rms_norm
+from sparse_mla.ops.layouts import permute_q_b_proj, permute_wv_proj
 from sparse_mla.ops.write import write_compressed, write_window
 
 
@@ -40,6 +41,9 @@ class DeepseekV41Attention(nn.Module):
         dtype: bfloat16, the only compute dtype.
         output: what attention hands to the output projection: "bf16", or "fp8" (quantised with a
             scale each 32 dims, as FP8 grouped products take it; widened again here).
+        layout: order of a token's query and output values between the products and attention. The
+            chunk-interleaved one is the fused kernels' own: `wq_b` and `wo_a` are permuted when weights
+            are loaded, and nothing is reordered in a step.
     """
 
     def __init__(
@@ -52,9 +56,11 @@ class DeepseekV41Attention(nn.Module):
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.bfloat16,
         output: str = "bf16",
+        layout: Layout = Layout.STANDARD,
     ) -> None:
         super().__init__()
         check_choice("dtype", dtype, (torch.bfloat16,))
+        check_choice("layout", layout, tuple(Layout))
         check_choice("output", output, ("bf16", "fp8"))
         self.cfg = cfg
         self.layer_id = layer_id
@@ -64,6 +70,7 @@ class DeepseekV41Attention(nn.Module):
         if ranks is not None and self.shard != ranks.shard(cfg):
             raise ArgumentError("shard", self.shard, f"rank {ranks.rank} of {ranks.size}, or None")
         self.output = output
+        self.layout = layout
         self.on_selection: Callable[[int, StepState], None] | None = None
         """Called by an index source after it has filled the step's lists (to watch them)."""
         eps, here = cfg.rms_norm_eps, self.shard
@@ -106,10 +113,15 @@ class DeepseekV41Attention(nn.Module):
             getattr(self, name).weight.data.copy_(tensors[name])
         for name in ("q_norm", "kv_norm"):
             getattr(self, name).weight.data.copy_(tensors[name])
-        self.wq_b.weight.data.copy_(tensors["wq_b"][rows])
+        wq_b = tensors["wq_b"][rows]
         self.attn_sink.data.copy_(here.slice_sink(tensors["attn_sink"]))
         grouped = tensors["wo_a"][ranks][:, here.wo_a_columns]
-        self.wo_a.weight.data.copy_(grouped.reshape(here.num_groups, cfg.o_lora_rank, -1))
+        wo_a = grouped.reshape(here.num_groups, cfg.o_lora_rank, -1)
+        if self.layout is Layout.CHUNK_INTERLEAVED:
+            wq_b, _ = permute_q_b_proj(wq_b, None, here.num_heads)
+            wo_a, _ = permute_wv_proj(wo_a, None, here.heads_per_group)
+        self.wq_b.weight.data.copy_(wq_b)
+        self.wo_a.weight.data.copy_(wo_a)
         self.wo_b.weight.data.copy_(tensors["wo_b"][:, ranks])
         for part in (self.compressor, self.index_keys, self.indexer):
             if part is not None:
@@ -192,7 +204,7 @@ class DeepseekV41Attention(nn.Module):
         )
 
     def _attend(self, q: Tensor, step: StepState) -> Tensor:
-        """bf16 [T, heads, 512], rotated back."""
+        """bf16 [T, heads, 512] in the layer's layout, rotated back."""
         window = step.metadata.window
         compressed = None
         if self.layer.ratio:
@@ -213,10 +225,16 @@ class DeepseekV41Attention(nn.Module):
             sink=self.attn_sink,
             scale=self.cfg.softmax_scale,
             plan=plan,
-            options=AttendOptions(output=self.output, batch_invariant=invariant),
+            options=AttendOptions(
+                output=self.output,
+                query_layout=self.layout,
+                output_layout=self.layout,
+                heads_per_group=self.shard.heads_per_group,
+                batch_invariant=invariant,
+            ),
         )
         if isinstance(result.output, QuantizedOutput):
-            return result.output.dequantize().to(torch.bfloat16)
+            return result.output.widen()
         return result.output
 
     def _project(self, attended: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ from sparse_mla.kernels.layouts import dequantize_output, standard_output, stand
 from sparse_mla.metadata.plan import TileSchedulerPlan
 from sparse_mla.ops.attend_checks import check_buffers, check_call, check_options
 from sparse_mla.ops.attend_options import AttendBuffers, AttendOptions
+from sparse_mla.ops.bodies import widen_output
 
 __all__ = [
     "AttendBuffers",
@@ -54,6 +55,12 @@ class QuantizedOutput:
     def dequantize(self) -> Tensor:
         """float32 [T, H, 512] in standard order."""
         return dequantize_output(self.data, self.scales, self.heads_per_group, self.layout)
+
+    def widen(self) -> Tensor:
+        """bf16 [T, G, heads_per_group * 512] in this layout, exact: what a grouped product takes where
+        the device has none for FP8 with a scale for 32 values (below compute capability 10).
+        """
+        return widen_output(self.data, self.scales)
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,6 +29,18 @@ def rms_norm(rows: Tensor, weight: Tensor, eps: float) -> Tensor:
     return normed
 
 
+def widen_output(data: Tensor, scales: Tensor) -> Tensor:
+    """bf16 [T, G, values] of an FP8 attention output in its own order: code * 2**(byte - 127), exact.
+
+    Args:
+        data: uint8 codes [T, G, values].
+        scales: int32 [T, G, values / 128], four ue8m0 bytes a word, one byte for 32 values.
+    """
+    body = load_kernel("triton" if runs_triton(data.device) else "torch", "widen_output")
+    widened: Tensor = body(data, scales)
+    return widened
+
+
 def metadata_rules(device: torch.device | str) -> MetadataRules:
     """Who computes a step's metadata there; pass it to `StepMetadataBuilder`."""
     if not runs_triton(device):
