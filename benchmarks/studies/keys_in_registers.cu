@@ -1,0 +1,856 @@
+// STUDY, not in use: what became of it is in docs/performance.md ("Hopper", keys in registers). Run it with
+//   python benchmarks/hopper_sources.py landed study=benchmarks/studies/keys_in_registers.cu
+// Right on every record pair and split, 20 repeats equal; slower than the landed kernel because of how it loads rows.
+//
+// Mega attention for Hopper (sm_90a): query RoPE, sparse attention over a window and a compressed set of paged
+// quantised rows, sink, inverse RoPE, FP8 or bf16 output, in one launch. One CTA works on one token's 64 heads.
+//
+// Budget of a CTA:
+//   threads 384 = 2 warpgroups of values at 160 registers, 1 warpgroup of scores at 184
+//   spills at most 320 bytes, outside the tile loop but for a handful of words
+//   shared memory 214,576 bytes: keys 2 x 64 KB f16, query 64 KB f16, weights 2 x 8 KB f16, the rest barriers and maxima
+//   tile of 64 keys: tensor cores 2048 clocks; shared memory 2.0 k clocks at 128 B (scores 512, widened keys 512,
+//   values 768, row sums 128, weights 64); widening 470 clocks of conversion pipe; a tile of rows in flight, in registers
+//
+// Roles
+//   scores   a lane holds 16 dims of two rows per 64-dim block: it widens them in registers, gives them to the tensor
+//            cores as the left operand of (keys x heads) scores, and stores the same registers into the tile that the
+//            values are read from. So a tile in shared memory is read once, and lives from its scores to its values.
+//            The next tile's rows are under way meanwhile, block by block as the registers become free.
+//   values   warpgroup g adds up the values of all tiles for its 256 output dims, and writes them.
+// The running maximum moves only when a head grew by more than 2^8, so the accumulator is almost never rescaled.
+// The next token's query and scores overlap the output of this one.
+// SPLITS > 1: a cluster shares one token's tiles; partial sums meet in distributed shared memory, in rank order.
+//
+// Dims are permuted inside each group of 16 (16 t + 4 i + 2 h + e, t = lane & 3): for the scores step i of a block has it
+// in place 8 h + 2 t + e (query and keys alike); in the tile of values it sits in chunk h, place 2 i + e, so that a
+// lane of the output holds 4 consecutive dims.
+//
+// Macros: A_KIND, B_KIND (record of the window and of the compressed set), X_ROW_UNITS (16-byte units between rows),
+// X_SCALE_STRIDE (bytes between rows of scales), SPLITS, FP8_OUTPUT, OUT_CHUNKED, WITH_MAX.
+
+#ifndef __CUDACC_RTC__
+#include <stdint.h>
+#else
+typedef unsigned char uint8_t;
+typedef unsigned short uint16_t;
+typedef unsigned int uint32_t;
+typedef unsigned long long uint64_t;
+typedef long long int64_t;
+#endif
+
+#define KIND_MXFP8 0
+#define KIND_NVFP4 1
+#define KIND_V4 2
+#define HAS_V4 (A_KIND == KIND_V4 || B_KIND == KIND_V4)
+#define DI __device__ __forceinline__
+
+struct KeyArgs {
+  const uint8_t* pages;        // first byte of page 0
+  const int* indices;          // [T, width] slots
+  const int* lengths;          // [T], may be null
+  int64_t indices_stride;      // elements between rows of indices
+  int64_t page_stride;         // bytes
+  int64_t scale_base;          // bytes from a page to the scales of its row 0
+  uint32_t width, num_slots;
+  uint32_t page_rows, page_mul, page_shift;  // slot / page_rows = umulhi(slot, mul) >> shift; mul 0: page_rows is 1
+  uint32_t pad;
+};
+
+struct Args {
+  KeyArgs a, b;                // window, compressed (width 0 = none)
+  const uint8_t* q;            // bf16 [T, H, 512]
+  uint8_t* out;                // bf16 [T, H, 512] or e4m3 [T, G, hpg * 512]
+  uint32_t* scales;            // [T, G, 4 * hpg], strides (1, 4 * hpg * A, A)
+  float* lse;                  // [T, H], may be null
+  float* max_logits;           // [T, H], may be null
+  const float* sink;           // [H], may be null
+  const int* positions;        // [T], `position_step` words apart (2 for int64)
+  const float* rope;           // [rope_rows, 64]
+  int64_t q_token_stride, q_head_stride;  // bytes
+  int64_t scale_stride;        // A, words
+  int tokens, heads, head_blocks, heads_per_group;
+  int position_step, rope_rows;
+  int rotate_query, unrotate_output, query_chunked;
+  float scale;
+};
+
+constexpr int KEYS = 0, STAGE = 65536, QUERY = 2 * STAGE, WEIGHTS = QUERY + 65536, FULL = WEIGHTS + 16384;
+constexpr int EMPTY = FULL + 16;              // FULL, EMPTY: a barrier for each stage
+constexpr int GREW = EMPTY + 16;              // [stage 2] u32
+constexpr int RESCALE = GREW + 16;            // [stage 2][64] f32
+constexpr int REFERENCE = RESCALE + 512;      // [token parity 2][64] f32, what weights refer to, log2 units
+constexpr int TRUE_MAX = REFERENCE + 512;     // [token parity 2][64] f32, log2 units
+constexpr int SHARED_BYTES = TRUE_MAX + 512;
+constexpr int FINAL_CTA = QUERY;              // [64] float2, after the last tile of a split token
+constexpr int FINAL_MAX = QUERY + 512;        // [64] f32
+static_assert(SHARED_BYTES == 214576, "build.py asks for as many bytes");
+
+#define VALUES_REGISTERS 160
+#define SCORES_REGISTERS 184
+constexpr float LOG2E = 1.4426950408889634f;
+constexpr float LN2 = 0.6931471805599453f;
+#define INF __int_as_float(0x7f800000)
+
+// What rows that do not exist are read from.
+__device__ __align__(16) uint8_t zero_row[1024];
+
+// ---------------------------------------------------------------- instructions
+DI uint32_t shared_address(const void* p) { return (uint32_t)__cvta_generic_to_shared(p); }
+DI void barrier_init(uint32_t b, int n) { asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(b), "r"(n) : "memory"); }
+DI void arrive(uint32_t b) { asm volatile("{.reg .b64 t; mbarrier.arrive.shared::cta.b64 t, [%0];}" ::"r"(b) : "memory"); }
+DI void wait(uint32_t b, uint32_t parity) {
+  asm volatile(
+      "{\n.reg .pred p;\nAGAIN:\nmbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n@p bra DONE;\nbra AGAIN;\nDONE:\n}"
+      ::"r"(b), "r"(parity) : "memory");
+}
+DI void fence_tensor() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+DI void mma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+DI void mma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int N> DI void mma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory"); }
+DI void scores_sync() { asm volatile("bar.sync 1, 128;" ::: "memory"); }   // the warpgroup of scores
+// Whether `x` holds in any thread of the warpgroup of scores.
+DI bool scores_any(bool x) {
+  uint32_t r;
+  asm volatile("{.reg .pred p, q; setp.ne.u32 p, %1, 0; bar.red.or.pred q, 1, 128, p; selp.u32 %0, 1, 0, q;}" : "=r"(r) : "r"((uint32_t)x) : "memory");
+  return r;
+}
+DI uint4 load_shared16(uint32_t a) { uint4 v; asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(a) : "memory"); return v; }
+DI void store_shared16(uint32_t a, uint32_t x, uint32_t y, uint32_t z, uint32_t w) { asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(a), "r"(x), "r"(y), "r"(z), "r"(w) : "memory"); }
+DI void store_shared4(uint32_t a, uint32_t x) { asm volatile("st.shared.u32 [%0], %1;" ::"r"(a), "r"(x) : "memory"); }
+DI void store_float(uint32_t a, float x) { asm volatile("st.shared.f32 [%0], %1;" ::"r"(a), "f"(x) : "memory"); }
+DI void store_float2(uint32_t a, float x, float y) { asm volatile("st.shared.v2.f32 [%0], {%1,%2};" ::"r"(a), "f"(x), "f"(y) : "memory"); }
+DI float load_float(uint32_t a) { float v; asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(a) : "memory"); return v; }
+DI float2 load_float2(uint32_t a) { float2 v; asm volatile("ld.shared.v2.f32 {%0,%1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(a) : "memory"); return v; }
+DI uint32_t load_word(uint32_t a) { uint32_t v; asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(a) : "memory"); return v; }
+DI void store_matrices_turned(uint32_t a, uint32_t x, uint32_t y, uint32_t z, uint32_t w) { asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(a), "r"(x), "r"(y), "r"(z), "r"(w) : "memory"); }
+DI void load_matrices(uint32_t (&x)[4], uint32_t a) { asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(a) : "memory"); }
+// d += sums over the 16 columns of a, in every column.
+DI void add_columns(float (&d)[4], const uint32_t (&a)[4]) {
+  const uint32_t one = 0x3c003c00;
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%8}, {%0,%1,%2,%3};" : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(one));
+}
+DI uint4 load16(const uint8_t* p) { uint4 v; asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p)); return v; }
+DI uint2 load8(const uint8_t* p) { uint2 v; asm volatile("ld.global.nc.L1::no_allocate.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p)); return v; }
+DI uint32_t load4(const uint8_t* p) { uint32_t v; asm volatile("ld.global.nc.u32 %0, [%1];" : "=r"(v) : "l"(p)); return v; }
+template <int N> DI void copy_async(uint32_t to, const void* from) {
+  if (N == 16) asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+  else asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(to), "l"(from), "n"(N) : "memory");
+}
+DI void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int N> DI void copy_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory"); }
+DI float exp2_fast(float x) { float y; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
+DI uint32_t pack_f16(float lo, float hi) { uint32_t r; asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(hi), "f"(lo)); return r; }
+DI uint32_t pack_bf16(float lo, float hi) { uint32_t r; asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(hi), "f"(lo)); return r; }
+DI uint32_t pack_e4m3(float lo, float hi) { uint16_t r; asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(r) : "f"(hi), "f"(lo)); return r; }
+DI uint32_t remote(uint32_t a, int rank) { uint32_t d; asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(rank)); return d; }
+DI float load_remote(uint32_t a, int rank) { float v; asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(v) : "r"(remote(a, rank))); return v; }
+DI void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+DI void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+// Descriptors, 128-byte swizzle. dim-major: 1024 B between groups of 8 rows. Across: 8192 B between 64-dim blocks.
+DI uint64_t dim_major(uint32_t a) { return (uint64_t)((a & 0x3ffff) >> 4) | (1ull << 16) | (64ull << 32) | (1ull << 62); }
+DI uint64_t across(uint32_t a) { return (uint64_t)((a & 0x3ffff) >> 4) | (512ull << 16) | (64ull << 32) | (1ull << 62); }
+
+// Warpgroup matrix products of sm_90a, float32 accumulators, f16 operands: d += a b (or d = a b if !keep).
+// Only these two shapes are used. Operands in shared memory are 64-bit matrix descriptors.
+
+// 64 keys x 64 heads x 16 dims: keys in registers, query in shared memory, dim-major.
+__device__ __forceinline__ void scores_mma(float (&d)[32], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint64_t b, int keep) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %37, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {"
+      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+      "}, {%32, %33, %34, %35}, %36, p, 1, 1, 0;\n}"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+        "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
+        "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
+        "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "r"(keep));
+}
+
+// 64 heads x 128 dims x 16 keys: weights in shared memory, keys read across.
+template <int FIRST> __device__ __forceinline__ void values_mma(float (&d)[128], uint64_t a, uint64_t b, int keep) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 {"
+      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+      "}, %64, %65, p, 1, 1, 0, 1;\n}"
+      : "+f"(d[FIRST + 0]), "+f"(d[FIRST + 1]), "+f"(d[FIRST + 2]), "+f"(d[FIRST + 3]),
+        "+f"(d[FIRST + 4]), "+f"(d[FIRST + 5]), "+f"(d[FIRST + 6]), "+f"(d[FIRST + 7]),
+        "+f"(d[FIRST + 8]), "+f"(d[FIRST + 9]), "+f"(d[FIRST + 10]), "+f"(d[FIRST + 11]),
+        "+f"(d[FIRST + 12]), "+f"(d[FIRST + 13]), "+f"(d[FIRST + 14]), "+f"(d[FIRST + 15]),
+        "+f"(d[FIRST + 16]), "+f"(d[FIRST + 17]), "+f"(d[FIRST + 18]), "+f"(d[FIRST + 19]),
+        "+f"(d[FIRST + 20]), "+f"(d[FIRST + 21]), "+f"(d[FIRST + 22]), "+f"(d[FIRST + 23]),
+        "+f"(d[FIRST + 24]), "+f"(d[FIRST + 25]), "+f"(d[FIRST + 26]), "+f"(d[FIRST + 27]),
+        "+f"(d[FIRST + 28]), "+f"(d[FIRST + 29]), "+f"(d[FIRST + 30]), "+f"(d[FIRST + 31]),
+        "+f"(d[FIRST + 32]), "+f"(d[FIRST + 33]), "+f"(d[FIRST + 34]), "+f"(d[FIRST + 35]),
+        "+f"(d[FIRST + 36]), "+f"(d[FIRST + 37]), "+f"(d[FIRST + 38]), "+f"(d[FIRST + 39]),
+        "+f"(d[FIRST + 40]), "+f"(d[FIRST + 41]), "+f"(d[FIRST + 42]), "+f"(d[FIRST + 43]),
+        "+f"(d[FIRST + 44]), "+f"(d[FIRST + 45]), "+f"(d[FIRST + 46]), "+f"(d[FIRST + 47]),
+        "+f"(d[FIRST + 48]), "+f"(d[FIRST + 49]), "+f"(d[FIRST + 50]), "+f"(d[FIRST + 51]),
+        "+f"(d[FIRST + 52]), "+f"(d[FIRST + 53]), "+f"(d[FIRST + 54]), "+f"(d[FIRST + 55]),
+        "+f"(d[FIRST + 56]), "+f"(d[FIRST + 57]), "+f"(d[FIRST + 58]), "+f"(d[FIRST + 59]),
+        "+f"(d[FIRST + 60]), "+f"(d[FIRST + 61]), "+f"(d[FIRST + 62]), "+f"(d[FIRST + 63])
+      : "l"(a), "l"(b), "r"(keep));
+}
+
+// ---------------------------------------------------------------- numbers
+// bf16 pair -> f16 pair, saturated to the largest finite f16.
+DI uint32_t bf16_to_f16(uint32_t x) {
+  float lo = fminf(fmaxf(__uint_as_float(x << 16), -65504.f), 65504.f);
+  float hi = fminf(fmaxf(__uint_as_float(x & 0xffff0000u), -65504.f), 65504.f);
+  return pack_f16(lo, hi);
+}
+DI uint32_t times(uint32_t a, uint32_t b) { uint32_t r; asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b)); return r; }
+// e4m3 pair in the low or high half of a word -> f16 pair.
+template <int HIGH> DI uint32_t e4m3_pair(uint32_t w) {
+  uint32_t r;
+  if (HIGH) asm("{.reg .b16 l, h; mov.b32 {l, h}, %1; cvt.rn.f16x2.e4m3x2 %0, h;}" : "=r"(r) : "r"(w));
+  else asm("{.reg .b16 l, h; mov.b32 {l, h}, %1; cvt.rn.f16x2.e4m3x2 %0, l;}" : "=r"(r) : "r"(w));
+  return r;
+}
+// ue8m0 byte -> f16 pair. Scales above 2^7 are read as 2^7, so that no product leaves f16.
+DI uint32_t ue8m0_pair(uint32_t byte) { const float f = __uint_as_float(min(byte, 134u) << 23); return pack_f16(f, f); }
+// Four e2m1 codes (low 16 bits) -> the high bytes of four f16; their low bytes are zero.
+DI uint32_t e2m1_high_bytes(uint32_t codes) {
+  const uint32_t magnitude = __byte_perm(0x3e3c3800u, 0x46444240u, codes & 0x7777u);
+  uint32_t sign;               // 0xff where a code's bit 3 is set (prmt replicates the top bit then), else 0x80
+  asm("prmt.b32 %0, %1, %1, %2;" : "=r"(sign) : "r"(0x80808080u), "r"(codes));
+  return magnitude | ((sign << 1) & 0x80808080u);
+}
+DI int page_of(const KeyArgs& k, uint32_t slot) { return k.page_mul ? __umulhi(slot, k.page_mul) >> k.page_shift : slot; }
+
+// ---------------------------------------------------------------- work of a CTA
+struct Span { int window_tiles, window_keys, compressed_keys, first, last; };
+
+DI Span span_of(const Args& p, int window_keys, int compressed_keys, int rank) {
+  Span s;
+  s.window_keys = min(max(window_keys, 0), (int)p.a.width);
+  s.compressed_keys = min(max(compressed_keys, 0), (int)p.b.width);
+  s.window_tiles = (s.window_keys + 63) >> 6;
+  const int tiles = s.window_tiles + ((s.compressed_keys + 63) >> 6);
+  s.first = rank * tiles / SPLITS; s.last = (rank + 1) * tiles / SPLITS;
+  return s;
+}
+
+// What a token's first step depends on, asked for one token ahead.
+struct Ahead { int position, window_keys, compressed_keys; };
+
+DI Ahead look_ahead(const Args& p, int item) {
+  const int token = p.head_blocks == 1 ? item : item / p.head_blocks;
+  Ahead a = {0, (int)p.a.width, (int)p.b.width};
+  if (item >= p.tokens * p.head_blocks) return a;
+  if (p.positions) a.position = __ldg(p.positions + (int64_t)token * p.position_step);
+  if (p.a.lengths) a.window_keys = __ldg(p.a.lengths + token);
+  if (p.b.lengths) a.compressed_keys = __ldg(p.b.lengths + token);
+  return a;
+}
+DI const float* rope_row(const Args& p, int position) { return p.rope + (int64_t)min(max(position, 0), p.rope_rows - 1) * 64; }
+
+// ---------------------------------------------------------------- output
+struct OutputRow {             // one head of one token, seen by the four lanes that share it
+  uint8_t* data;
+  uint8_t* scales;             // of the head's group and token
+  int64_t word_stride;         // bytes between words of scales
+  int member, hpg;             // head in its group
+  bool live;
+};
+
+DI OutputRow output_row(const Args& p, int token, int head) {
+  OutputRow r;
+  const int hpg = p.heads_per_group, group = head / hpg, member = head - group * hpg;
+  const int64_t start = ((int64_t)token * p.heads + (OUT_CHUNKED ? group * hpg : head)) * 512 + (OUT_CHUNKED ? member * 32 : 0);
+  r.data = p.out + start * (FP8_OUTPUT ? 1 : 2);
+  r.scales = (uint8_t*)p.scales + ((int64_t)group * 4 * hpg * p.scale_stride + token) * 4;
+  r.word_stride = p.scale_stride * 4;
+  r.member = member; r.hpg = hpg; r.live = head < p.heads;
+  return r;
+}
+DI void store_scale(const OutputRow& r, int block, uint32_t byte) {
+  const int number = OUT_CHUNKED ? block * r.hpg + r.member : r.member * 16 + block;
+  r.scales[(number >> 2) * r.word_stride + (number & 3)] = (uint8_t)byte;
+}
+DI void unrotate(float (&v)[8], const float* table, int group, int q) {   // group 0 or 1 of the last 64 dims
+#pragma unroll
+  for (int u = 0; u < 2; u++) {
+    const float2 c = __ldg((const float2*)(table + 16 * group + 8 * u + 2 * q)), s = __ldg((const float2*)(table + 32 + 16 * group + 8 * u + 2 * q));
+    const float a0 = v[4 * u], b0 = v[4 * u + 1], a1 = v[4 * u + 2], b1 = v[4 * u + 3];
+    v[4 * u] = a0 * c.x + b0 * s.x; v[4 * u + 1] = b0 * c.x - a0 * s.x;
+    v[4 * u + 2] = a1 * c.y + b1 * s.y; v[4 * u + 3] = b1 * c.y - a1 * s.y;
+  }
+}
+// One block of 32 dims times w: a lane holds dims 4q .. 4q+3 and 16+4q .. 16+4q+3; neighbours swap to store 8 in a
+// row. Returns the byte of the block's scale.
+DI uint32_t store_block(const OutputRow& r, const float (&v)[8], float w, int block, int q) {
+  const bool odd = q & 1;
+  const int dim = odd ? 12 + 4 * q : 4 * q;
+  uint8_t* to = r.data + (block * (OUT_CHUNKED ? r.hpg * 32 : 32) + dim) * (FP8_OUTPUT ? 1 : 2);
+  if (!FP8_OUTPUT) {
+    const uint32_t x0 = pack_bf16(v[0] * w, v[1] * w), x1 = pack_bf16(v[2] * w, v[3] * w), y0 = pack_bf16(v[4] * w, v[5] * w), y1 = pack_bf16(v[6] * w, v[7] * w);
+    const uint32_t g0 = __shfl_xor_sync(~0u, odd ? x0 : y0, 1), g1 = __shfl_xor_sync(~0u, odd ? x1 : y1, 1);
+    if (r.live) *(uint4*)to = odd ? make_uint4(g0, g1, y0, y1) : make_uint4(x0, x1, g0, g1);
+    return 0;
+  }
+  float amax = fmaxf(fmaxf(fmaxf(fabsf(v[0]), fabsf(v[1])), fmaxf(fabsf(v[2]), fabsf(v[3]))), fmaxf(fmaxf(fabsf(v[4]), fabsf(v[5])), fmaxf(fabsf(v[6]), fabsf(v[7]))));
+  amax = fmaxf(amax, __shfl_xor_sync(~0u, amax, 1)); amax = fmaxf(amax, __shfl_xor_sync(~0u, amax, 2));
+  const uint32_t bits = __float_as_uint(fmaxf(amax * w, 1e-4f) * (1.0f / 448.0f));
+  const uint32_t byte = (bits + 0x7fffff) >> 23;            // exponent, one more if the mantissa is not zero
+  const float f = __uint_as_float((254 - byte) << 23) * w;  // the first factor is a power of two
+  const uint32_t x = pack_e4m3(v[0] * f, v[1] * f) | (pack_e4m3(v[2] * f, v[3] * f) << 16);
+  const uint32_t y = pack_e4m3(v[4] * f, v[5] * f) | (pack_e4m3(v[6] * f, v[7] * f) << 16);
+  const uint32_t got = __shfl_xor_sync(~0u, odd ? x : y, 1);
+  if (r.live) *(uint2*)to = odd ? make_uint2(got, y) : make_uint2(x, got);
+  return byte;
+}
+// Accumulator values of block G (0..7 of the half) of row `row` or `row + 8`.
+template <int G> DI void pick(float (&v)[8], const float (&acc)[128], int high) {
+#pragma unroll
+  for (int u = 0; u < 2; u++)
+#pragma unroll
+    for (int j = 0; j < 2; j++)
+#pragma unroll
+      for (int e = 0; e < 2; e++) v[4 * u + 2 * j + e] = high ? acc[(4 * G + 2 * u + j) * 4 + 2 + e] : acc[(4 * G + 2 * u + j) * 4 + e];
+}
+
+// ---------------------------------------------------------------- values
+struct Values {
+  uint32_t base;               // shared memory
+  int g, w, lane, row, q;
+};
+
+DI void rescale(float (&acc)[128], float (&sum)[4], float a0, float a1) {
+#pragma unroll
+  for (int x = 0; x < 32; x++) { acc[4 * x] *= a0; acc[4 * x + 1] *= a0; acc[4 * x + 2] *= a1; acc[4 * x + 3] *= a1; }
+  sum[0] *= a0; sum[2] *= a1;
+}
+// Adds a tile to the accumulators; `first`: of a token.
+DI void add_tile(const Values& s, float (&acc)[128], float (&sum)[4], int stage, bool first) {
+  if (!first && load_word(s.base + GREW + 4 * stage)) {
+    const uint32_t a = s.base + RESCALE + stage * 256 + s.row * 4;
+    rescale(acc, sum, load_float(a), load_float(a + 32));
+  }
+  const uint32_t weights = s.base + WEIGHTS + stage * 8192;
+  const uint64_t left = dim_major(weights), right = across(s.base + KEYS + stage * STAGE + s.g * 32768);
+  mma_fence();
+#pragma unroll
+  for (int k = 0; k < 4; k++) {
+    values_mma<0>(acc, left + 2 * k, right + 128 * k, k > 0 || !first);
+    values_mma<64>(acc, left + 2 * k, right + 1024 + 128 * k, k > 0 || !first);
+  }
+  mma_commit();
+  const int r = 16 * s.w + (s.lane & 15);
+  const uint32_t from = weights + r * 128 + (((s.lane >> 4) ^ (r & 7)) << 4);
+#pragma unroll
+  for (int k = 0; k < 4; k++) {
+    uint32_t x[4];
+    load_matrices(x, from ^ (k * 32));
+    add_columns(sum, x);
+  }
+  mma_wait<0>();
+  if (s.lane == 0) arrive(s.base + EMPTY + 8 * stage);
+}
+
+DI void write_statistics(const Args& p, int token, int head, float m, float l, float true_max) {
+  if (head >= p.heads) return;
+  const int64_t at = (int64_t)token * p.heads + head;
+  if (p.lse) p.lse[at] = l > 0.f ? m * LN2 + logf(l) : INF;
+  if (WITH_MAX && p.max_logits) p.max_logits[at] = true_max * LN2;
+}
+// Denominator with the sink, relative to 2^m.
+DI float denominator(const Args& p, int head, float m, float l) {
+  const float sink = p.sink && head < p.heads ? __ldg(p.sink + head) : -INF;
+  return l + exp2_fast(sink * LOG2E - m);
+}
+
+// Blocks G .. 7 of this warpgroup's half, of one row.
+template <int G> DI void store_blocks(const Values& s, const float (&acc)[128], const OutputRow& r, int high, float w, const float* table, uint32_t (&words)[2]) {
+  float v[8];
+  pick<G>(v, acc, high);
+  if (G >= 6 && s.g == 1 && table) unrotate(v, table, G - 6, s.q);
+  const uint32_t byte = store_block(r, v, w, s.g * 8 + G, s.q);
+  if (FP8_OUTPUT) {
+    if (OUT_CHUNKED) { if (r.live && s.q == (G & 3)) store_scale(r, s.g * 8 + G, byte); }
+    else words[G >> 2] |= byte << (8 * (G & 3));
+  }
+  if constexpr (G < 7) store_blocks<G + 1>(s, acc, r, high, w, table, words);
+}
+DI void store_row(const Values& s, const float (&acc)[128], const OutputRow& r, int high, float w, const float* table) {
+  uint32_t words[2] = {0, 0};
+  store_blocks<0>(s, acc, r, high, w, table, words);
+  if (FP8_OUTPUT && !OUT_CHUNKED && r.live && s.q < 2)   
+    *(uint32_t*)(r.scales + (r.member * 4 + s.g * 2 + s.q) * r.word_stride) = s.q ? words[1] : words[0];
+}
+#if SPLITS > 1
+template <int G> DI void send_blocks(const Values& s, const float (&acc)[128], int rank, float w0, float w1) {
+  constexpr int BLOCKS = 16 / SPLITS;
+  const int block = s.g * 8 + G;
+  const uint32_t to = remote(s.base + KEYS + (rank * BLOCKS + block % BLOCKS) * 8192 + (s.w * 32 + s.lane) * 16, block / BLOCKS);
+#pragma unroll
+  for (int h = 0; h < 2; h++) {
+    float v[8];
+    pick<G>(v, acc, h);
+    const float weight = h ? w1 : w0;
+#pragma unroll
+    for (int x = 0; x < 2; x++)
+      asm volatile("st.shared::cluster.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(to + h * 4096 + x * 2048), "f"(v[4 * x] * weight), "f"(v[4 * x + 1] * weight), "f"(v[4 * x + 2] * weight), "f"(v[4 * x + 3] * weight) : "memory");
+  }
+  if constexpr (G < 7) send_blocks<G + 1>(s, acc, rank, w0, w1);
+}
+#endif
+
+// What the output will need, into L1 while the tiles are under way.
+DI void prefetch_output(const Args& p, int lane, int head0, int position) {
+  const void* a = nullptr;
+  if (lane < 2 && p.unrotate_output) a = rope_row(p, position) + 32 * lane;
+  if ((lane & 30) == 2 && p.sink && head0 + 32 * (lane & 1) < p.heads) a = p.sink + head0 + 32 * (lane & 1);
+  if (a) asm volatile("prefetch.global.L1 [%0];" ::"l"(a));
+}
+
+DI void add_values(const Args& p, uint32_t base, int g, int w, int lane, int rank, int item0, int item_step) {
+  Values s;
+  s.base = base; s.g = g; s.w = w; s.lane = lane; s.row = 16 * w + (lane >> 2); s.q = lane & 3;
+  float acc[128];
+  const int items = p.tokens * p.head_blocks;
+  uint32_t done = 0, parity = 0;    // tiles; bit of the tokens that have keys
+  Ahead ahead = look_ahead(p, item0);
+  for (int item = item0; item < items; item += item_step) {
+    const int token = p.head_blocks == 1 ? item : item / p.head_blocks, head0 = (item - token * p.head_blocks) * 64;
+    const Span span = span_of(p, ahead.window_keys, ahead.compressed_keys, rank);
+    const int tiles = span.last - span.first, position = ahead.position;
+    prefetch_output(p, lane, head0, position);
+    ahead = look_ahead(p, item + item_step);
+    float sum[4] = {0.f, 0.f, 0.f, 0.f};
+    if (tiles == 0) {
+#pragma unroll
+      for (int x = 0; x < 128; x++) acc[x] = 0.f;
+    }
+    for (int j = 0; j < tiles; j++) {
+      const int stage = done & 1;
+      wait(base + FULL + 8 * stage, (done >> 1) & 1);
+      done++;
+      add_tile(s, acc, sum, stage, j == 0);
+    }
+    float M[2], L[2], T[2];   // reference and true maximum (log2 units), sum of the weights
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      const uint32_t at = parity * 256 + s.row * 4 + 32 * h;
+      L[h] = sum[2 * h];
+      M[h] = L[h] == 0.f ? -INF : load_float(base + REFERENCE + at);
+      T[h] = WITH_MAX && tiles > 0 ? load_float(base + TRUE_MAX + at) : -INF;
+    }
+    parity ^= tiles > 0;
+    const int head = head0 + s.row;
+    const float* table = p.unrotate_output ? rope_row(p, position) : nullptr;
+#if SPLITS == 1
+    if (g == 0 && s.q == 0) { write_statistics(p, token, head, M[0], L[0], T[0]); write_statistics(p, token, head + 8, M[1], L[1], T[1]); }
+    const float w0 = M[0] == -INF ? 0.f : 1.f / denominator(p, head, M[0], L[0]), w1 = M[1] == -INF ? 0.f : 1.f / denominator(p, head + 8, M[1], L[1]);
+    store_row(s, acc, output_row(p, token, head), 0, w0, table);
+    store_row(s, acc, output_row(p, token, head + 8), 1, w1, table);
+#else
+    if (g == 0 && s.q == 0) {
+#pragma unroll
+      for (int h = 0; h < 2; h++) {
+        store_float2(base + FINAL_CTA + s.row * 8 + 64 * h, M[h], L[h]);
+        if (WITH_MAX) store_float(base + FINAL_MAX + s.row * 4 + 32 * h, T[h]);
+      }
+    }
+    cluster_arrive(); cluster_wait();
+    float weight[2];
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      float top = -INF, all = 0.f, mine = 0.f, true_max = -INF;
+#pragma unroll
+      for (int r = 0; r < SPLITS; r++) {
+        top = fmaxf(top, load_remote(base + FINAL_CTA + s.row * 8 + 64 * h, r));
+        if (WITH_MAX) true_max = fmaxf(true_max, load_remote(base + FINAL_MAX + s.row * 4 + 32 * h, r));
+      }
+#pragma unroll
+      for (int r = 0; r < SPLITS; r++) {
+        const uint32_t from = base + FINAL_CTA + s.row * 8 + 64 * h;
+        const float e = top == -INF ? 0.f : exp2_fast(load_remote(from, r) - top);
+        all += load_remote(from + 4, r) * e;
+        mine = r == rank ? e : mine;
+      }
+      if (rank == 0 && g == 0 && s.q == 0) write_statistics(p, token, head + 8 * h, top, all, true_max);
+      weight[h] = top == -INF ? 0.f : mine / denominator(p, head + 8 * h, top, all);
+    }
+    send_blocks<0>(s, acc, rank, weight[0], weight[1]);
+    cluster_arrive(); cluster_wait();
+    const OutputRow out = output_row(p, token, head + 8 * g);   // warpgroup g finishes rows `row + 8 g`
+#pragma unroll
+    for (int b = 0; b < 16 / SPLITS; b++) {
+      const int block = rank * (16 / SPLITS) + b;
+      float v[8] = {0, 0, 0, 0, 0, 0, 0, 0};
+#pragma unroll
+      for (int r = 0; r < SPLITS; r++)
+#pragma unroll
+        for (int x = 0; x < 2; x++) {
+          const uint4 y = load_shared16(base + KEYS + (r * (16 / SPLITS) + b) * 8192 + g * 4096 + x * 2048 + (w * 32 + lane) * 16);
+          v[4 * x] += __uint_as_float(y.x); v[4 * x + 1] += __uint_as_float(y.y); v[4 * x + 2] += __uint_as_float(y.z); v[4 * x + 3] += __uint_as_float(y.w);
+        }
+      if (block >= 14 && table) unrotate(v, table, block - 14, s.q);
+      const uint32_t byte = store_block(out, v, 1.f, block, s.q);
+      if (FP8_OUTPUT && out.live && s.q == (b & 3)) store_scale(out, block, byte);
+    }
+#endif
+  }
+}
+
+// ---------------------------------------------------------------- scores
+// Query heads 16 w .. 16 w + 15: a lane takes dims 16 t .. 16 t + 15 of every block of heads 16 w + g8 and + 8. `start`
+// copies their bf16 values to the head's row; `finish` rotates, rounds to bf16, widens and stores.
+struct QueryRows {
+  uint32_t row;                // shared memory of head 16 w + g8, block 0
+  int head, g8, t;             // head 16 w + g8 of the block of 64
+
+  DI void start(const Args& p, int item) const {
+    const int token = p.head_blocks == 1 ? item : item / p.head_blocks, head0 = (item - token * p.head_blocks) * 64 + head;
+    const int64_t step = p.query_chunked ? (int64_t)128 * p.heads : 128;   // bytes between blocks
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      const int h = head0 + 8 * r;
+      const bool live = h < p.heads;
+      const uint8_t* from = p.q + (live ? (int64_t)token * p.q_token_stride + (p.query_chunked ? h * 32 + (int64_t)t * 32 * p.heads : h * p.q_head_stride + t * 32) : 0);
+#pragma unroll
+      for (int b = 0; b < 8; b++)
+#pragma unroll
+        for (int c = 0; c < 2; c++)
+          asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(row + r * 1024 + b * 8192 + (((2 * t + c) ^ g8) << 4)), "l"(from + (live ? b * step + c * 16 : 0)), "r"(live ? 16 : 0) : "memory");
+    }
+    copy_commit();
+  }
+  DI static uint32_t turn(uint32_t pair, float c, float s) {
+    const float a = __uint_as_float(pair << 16), b = __uint_as_float(pair & 0xffff0000u);
+    return pack_bf16(a * c - b * s, a * s + b * c);
+  }
+  template <bool ROTATE> DI void widen_block(uint32_t at, const float4* table) const {
+    const uint4 x = load_shared16(at + (((2 * t) ^ g8) << 4)), y = load_shared16(at + (((2 * t + 1) ^ g8) << 4));
+    uint32_t v[8] = {x.x, x.y, x.z, x.w, y.x, y.y, y.z, y.w};
+    if (ROTATE) {
+#pragma unroll
+      for (int u = 0; u < 2; u++) {
+        const float4 c = __ldg(table + u), z = __ldg(table + 8 + u);
+        v[4 * u] = turn(v[4 * u], c.x, z.x); v[4 * u + 1] = turn(v[4 * u + 1], c.y, z.y);
+        v[4 * u + 2] = turn(v[4 * u + 2], c.z, z.z); v[4 * u + 3] = turn(v[4 * u + 3], c.w, z.w);
+      }
+    }
+    __syncwarp();              // the lanes of the row have read what is overwritten now
+#pragma unroll
+    for (int m = 0; m < 8; m++) store_shared4(at + ((m ^ g8) << 4) + 4 * t, bf16_to_f16(v[m]));
+  }
+  DI void finish(const Args& p, int position) const {
+    const float4* table = (const float4*)(p.rotate_query ? rope_row(p, position) + 8 * t : nullptr);
+    copy_wait<0>();
+#pragma unroll
+    for (int r = 0; r < 2; r++)
+#pragma unroll
+      for (int b = 0; b < 8; b++) {
+        const uint32_t at = row + r * 1024 + b * 8192;
+        if (b == 7 && p.rotate_query) widen_block<true>(at, table);
+        else widen_block<false>(at, nullptr);
+      }
+  }
+};
+
+// A tile as one lane sees it: its two rows, from this lane's bytes of block 0.
+struct Tile {
+  const uint8_t *row0, *row1;
+  uint2 scales0, scales1;      // of the rows, those that this lane hands out
+  bool ok0, ok1, compressed;
+};
+struct Slot { int slot; bool compressed; };   // of tile row 16 w + (lane & 15)
+
+template <int KIND, int B> DI int block_offset(int t) { return KIND == KIND_NVFP4 ? 32 * B : 64 * B + (KIND == KIND_V4 && B == 7 ? 16 * t : 0); }
+
+struct Scores {
+  const Args& p;
+  uint32_t base, to;           // shared memory; this lane's chunk of row g8 of the tile of stage 0
+  int w, lane, g8, t, rank, items, item_step;
+  float c1;
+  // the next slots to ask for: tile j of `item`, whose span and whose successor's lengths are known
+  int item, j;
+  Span span;
+  int window_ahead, compressed_ahead;
+  uint4 d[8][2];               // raw blocks under way, of the next tile
+#if HAS_V4
+  uint4 tail[2];
+#endif
+  Tile now, next;
+  Slot slots;                  // of the tile after the next
+  float shift[16];             // of heads 8 c + 2 t and + 1: minus the maximum that weights refer to, log2 units
+  uint32_t tiles_done;
+
+  DI int token_of(int i) const { return p.head_blocks == 1 ? i : i / p.head_blocks; }
+  DI void ask_lengths(int i) {
+    window_ahead = p.a.width; compressed_ahead = p.b.width;
+    if (i < items) {
+      const int token = token_of(i);
+      if (p.a.lengths) window_ahead = __ldg(p.a.lengths + token);
+      if (p.b.lengths) compressed_ahead = __ldg(p.b.lengths + token);
+    }
+  }
+  DI void start_item() {
+    span = span_of(p, window_ahead, compressed_ahead, rank);
+    j = span.first;
+    ask_lengths(item + item_step);
+  }
+  // Ask for the slots of the next tile.
+  DI Slot fetch() {
+    while (item < items && j >= span.last) { item += item_step; if (item < items) start_item(); }
+    Slot s = {-1, false};
+    if (item < items) {
+      s.compressed = j >= span.window_tiles;
+      const int key = (s.compressed ? j - span.window_tiles : j) * 64 + 16 * w + (lane & 15);
+      const int* list = s.compressed ? p.b.indices : p.a.indices;
+      const int64_t stride = s.compressed ? p.b.indices_stride : p.a.indices_stride;
+      if (key < (s.compressed ? span.compressed_keys : span.window_keys)) s.slot = __ldg(list + token_of(item) * stride + key);
+      j++;
+    }
+    return s;
+  }
+  // Turn slots into rows, and ask for their scales.
+  DI Tile resolve(const Slot& s) const {
+    Tile x;
+    const bool c = s.compressed, ok = (uint32_t)s.slot < (c ? p.b.num_slots : p.a.num_slots);
+    const uint32_t slot = s.slot, rows = c ? p.b.page_rows : p.a.page_rows, mul = c ? p.b.page_mul : p.a.page_mul, shift = c ? p.b.page_shift : p.a.page_shift;
+    const uint32_t page = mul ? __umulhi(slot, mul) >> shift : slot, row = slot - page * rows;
+    const int64_t stride = c ? p.b.page_stride : p.a.page_stride, scale_base = c ? p.b.scale_base : p.a.scale_base;
+    const uint8_t* pages = c ? p.b.pages : p.a.pages;
+    const uint32_t at = page * (uint32_t)(stride >> 4) + row * (c ? B_ROW_UNITS : A_ROW_UNITS);
+    const uint32_t scale_at = page * (uint32_t)(stride >> 3) + (uint32_t)(scale_base >> 3) + row * ((c ? B_SCALE_STRIDE : A_SCALE_STRIDE) / 8);
+    const uint32_t valid = __ballot_sync(~0u, ok);
+    x.compressed = c; x.ok0 = (valid >> g8) & 1; x.ok1 = (valid >> (8 + g8)) & 1;
+    const uint32_t at0 = __shfl_sync(~0u, at, g8), at1 = __shfl_sync(~0u, at, 8 + g8), s0 = __shfl_sync(~0u, scale_at, g8), s1 = __shfl_sync(~0u, scale_at, 8 + g8);
+    const int kind = c ? B_KIND : A_KIND, lane_bytes = kind == KIND_NVFP4 ? 8 * t : 16 * t, scale_bytes = kind == KIND_NVFP4 ? 8 * t : kind == KIND_V4 ? 4 * (t & 1) : 4 * t;
+    x.row0 = (x.ok0 ? pages + (uint64_t)at0 * 16 : zero_row) + lane_bytes;
+    x.row1 = (x.ok1 ? pages + (uint64_t)at1 * 16 : zero_row) + lane_bytes;
+    const uint8_t *from0 = (x.ok0 ? pages + (uint64_t)s0 * 8 : zero_row) + scale_bytes, *from1 = (x.ok1 ? pages + (uint64_t)s1 * 8 : zero_row) + scale_bytes;
+    x.scales0.x = load4(from0); x.scales1.x = load4(from1);
+    x.scales0.y = x.scales1.y = 0;
+    if (kind == KIND_NVFP4) { x.scales0.y = load4(from0 + 4); x.scales1.y = load4(from1 + 4); }
+    return x;
+  }
+  // Block B of the next tile's two rows. No branch: products are in flight.
+  template <int B> DI void load_block() {
+    const bool c = next.compressed;
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      const uint8_t* from = (r ? next.row1 : next.row0) + (A_KIND == B_KIND || !c ? block_offset<A_KIND, B>(t) : block_offset<B_KIND, B>(t));
+      uint4& x = d[B][r];
+      if ((A_KIND == KIND_NVFP4) == (B_KIND == KIND_NVFP4)) {
+        if (A_KIND == KIND_NVFP4) { const uint2 y = load8(from); x.x = y.x; x.y = y.y; }
+        else x = load16(from);
+      } else {
+        asm volatile("{.reg .pred n; setp.ne.u32 n, %5, 0;\n@n ld.global.nc.L1::no_allocate.v2.u32 {%0,%1}, [%4];\n@!n ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];}"
+                     : "+r"(x.x), "+r"(x.y), "+r"(x.z), "+r"(x.w) : "l"(from), "r"((uint32_t)((A_KIND == KIND_NVFP4) != c)));
+      }
+#if HAS_V4
+      // The rest of a V4 row's bf16 dims; of another record's row, some bytes of it that nobody looks at.
+      if (B == 7) tail[r] = load16((c ? B_KIND : A_KIND) == KIND_V4 ? from + 16 : r ? next.row1 : next.row0);
+#endif
+    }
+  }
+  template <int KIND, int B> DI uint32_t scale_pair(uint2 scales) const {
+    const uint32_t word = __shfl_sync(~0u, KIND == KIND_NVFP4 && (B & 1) ? scales.y : scales.x, (lane & 28) | (KIND == KIND_V4 ? B >> 2 : B >> 1));
+    const int byte = KIND == KIND_MXFP8 ? 2 * (B & 1) + (t >> 1) : KIND == KIND_V4 ? B & 3 : t;
+    const uint32_t code = __byte_perm(word, 0, 0x4440 | byte);
+    return KIND == KIND_NVFP4 ? e4m3_pair<0>(code | (code << 8)) : ue8m0_pair(code);
+  }
+  // Dims 4 i .. 4 i + 3 of this lane's 16, as two f16 pairs; `rest`: the second half of 16 bf16 dims.
+  template <int KIND, int B> DI static void widen(uint32_t& lo, uint32_t& hi, int i, uint4 x, uint4 rest, uint32_t sc) {
+    const uint32_t words[8] = {x.x, x.y, x.z, x.w, rest.x, rest.y, rest.z, rest.w};
+    if (KIND == KIND_V4 && B == 7) { lo = bf16_to_f16(words[2 * i]); hi = bf16_to_f16(words[2 * i + 1]); return; }
+    if (KIND == KIND_NVFP4) {
+      const uint32_t high = e2m1_high_bytes(words[i >> 1] >> (16 * (i & 1)));
+      lo = times(__byte_perm(high, 0, 0x1404), sc); hi = times(__byte_perm(high, 0, 0x3424), sc);
+      return;
+    }
+    lo = times(e4m3_pair<0>(words[i]), sc); hi = times(e4m3_pair<1>(words[i]), sc);
+  }
+  template <int KIND, int B> DI void block(float (&S)[32], uint32_t (&A)[2][8], uint32_t store) {
+    constexpr bool BF16 = KIND == KIND_V4 && B == 7;
+    const uint32_t sc0 = BF16 ? 0 : scale_pair<KIND, B>(now.scales0), sc1 = BF16 ? 0 : scale_pair<KIND, B>(now.scales1);
+    uint4 rest[2] = {make_uint4(0, 0, 0, 0), make_uint4(0, 0, 0, 0)};
+#if HAS_V4
+    rest[0] = tail[0]; rest[1] = tail[1];
+#endif
+    const uint64_t query = dim_major(base + QUERY) + B * 512;
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      if (B > 0) mma_wait<1>();                       // the products that read A[h]
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+        widen<KIND, B>(A[h][4 * i], A[h][4 * i + 2], 2 * h + i, d[B][0], rest[0], sc0);
+        widen<KIND, B>(A[h][4 * i + 1], A[h][4 * i + 3], 2 * h + i, d[B][1], rest[1], sc1);
+      }
+      mma_fence();
+#pragma unroll
+      for (int i = 0; i < 2; i++) scores_mma(S, A[h][4 * i], A[h][4 * i + 1], A[h][4 * i + 2], A[h][4 * i + 3], query + 2 * (2 * h + i), B > 0 || h > 0 || i > 0);
+      mma_commit();
+    }
+    load_block<B>();
+#pragma unroll
+    for (int r = 0; r < 2; r++)
+#pragma unroll
+      for (int c = 0; c < 2; c++)
+        store_shared16((store ^ (c * 16)) + B * 8192 + r * 1024, A[0][r + 2 * c], A[0][4 + r + 2 * c], A[1][r + 2 * c], A[1][4 + r + 2 * c]);
+    if constexpr (B < 7) block<KIND, B + 1>(S, A, store);
+  }
+  // Moves the references of heads whose maximum over this tile exceeds them by more than 2^8 (all of them on the first
+  // tile that has a key). S: logits relative to the reference, log2 units. The weights' space of the stage, still
+  // unused, holds the maxima of the four warps.
+  DI void move_references(float (&S)[32], int stage, uint32_t parity, bool first, bool met) {
+    const uint32_t tops = base + WEIGHTS + stage * 8192;
+#pragma unroll
+    for (int c = 0; c < 8; c++) {
+      float top[2];
+#pragma unroll
+      for (int e = 0; e < 2; e++) {
+        float v = fmaxf(now.ok0 ? S[4 * c + e] : -INF, now.ok1 ? S[4 * c + 2 + e] : -INF);
+        v = fmaxf(v, __shfl_xor_sync(~0u, v, 4)); v = fmaxf(v, __shfl_xor_sync(~0u, v, 8)); v = fmaxf(v, __shfl_xor_sync(~0u, v, 16));
+        top[e] = v;
+      }
+      if (g8 == 0) store_float2(tops + w * 256 + (8 * c + 2 * t) * 4, top[0], top[1]);
+    }
+    scores_sync();
+#pragma unroll
+    for (int c = 0; c < 8; c++)
+#pragma unroll
+      for (int e = 0; e < 2; e++) {
+        const uint32_t head = (8 * c + 2 * t + e) * 4, from = tops + head;
+        const float top = fmaxf(fmaxf(load_float(from), load_float(from + 256)), fmaxf(load_float(from + 512), load_float(from + 768)));
+        const float by = top > (met ? 8.f : -INF) ? top : 0.f;
+        if (w == 0 && g8 == 0) {
+          store_float(base + REFERENCE + parity * 256 + head, by - shift[2 * c + e]);
+          store_float(base + RESCALE + stage * 256 + head, exp2_fast(-by));
+          if (WITH_MAX) {
+            const uint32_t at = base + TRUE_MAX + parity * 256 + head;
+            const float here = top - shift[2 * c + e];
+            store_float(at, first ? here : fmaxf(here, load_float(at)));
+          }
+        }
+        shift[2 * c + e] -= by; S[4 * c + e] -= by; S[4 * c + 2 + e] -= by;
+      }
+    scores_sync();
+  }
+  // Scores, widened keys and weights of tile `now`; `first`: of its token, `met`: a tile before had a key. Returns `met`.
+  template <int KIND> DI bool tile(uint32_t parity, bool first, bool met, const QueryRows& query, int next_query) {
+    float S[32];
+    uint32_t A[2][8];
+    const int stage = tiles_done & 1;
+    wait(base + EMPTY + 8 * stage, ((tiles_done >> 1) & 1) ^ 1);
+    tiles_done++;
+    block<KIND, 0>(S, A, to + stage * STAGE);
+    mma_wait<0>();
+    if (next_query >= 0) {       // the query is read: the next one may come
+      scores_sync();
+      query.start(p, next_query);
+    }
+    if (!met) {
+#pragma unroll
+      for (int x = 0; x < 16; x++) shift[x] = 0.f;
+    }
+    float top0 = -INF, top1 = -INF;
+#pragma unroll
+    for (int c = 0; c < 8; c++)
+#pragma unroll
+      for (int e = 0; e < 2; e++) {
+        S[4 * c + e] = fmaf(S[4 * c + e], c1, shift[2 * c + e]); S[4 * c + 2 + e] = fmaf(S[4 * c + 2 + e], c1, shift[2 * c + e]);
+        top0 = fmaxf(top0, S[4 * c + e]); top1 = fmaxf(top1, S[4 * c + 2 + e]);
+      }
+    const float limit = met ? 8.f : -INF;
+    const bool grew = scores_any((now.ok0 && top0 > limit) || (now.ok1 && top1 > limit));
+    if (grew || WITH_MAX) move_references(S, stage, parity, first, met);
+    if (w == 0 && lane == 0) store_shared4(base + GREW + 4 * stage, grew && met);
+    const uint32_t at = base + WEIGHTS + stage * 8192 + ((lane >> 4) * 8 + (lane & 7)) * 128 + (((2 * w + ((lane >> 3) & 1)) ^ (lane & 7)) << 4);
+#pragma unroll
+    for (int c = 0; c < 8; c += 2) {
+      uint32_t P[4];
+#pragma unroll
+      for (int x = 0; x < 2; x++) {
+        const float* s = S + 4 * (c + x);
+        const uint32_t even = pack_f16(exp2_fast(s[0]), exp2_fast(s[1])), odd = pack_f16(exp2_fast(s[2]), exp2_fast(s[3]));
+        P[2 * x] = now.ok0 ? even : 0; P[2 * x + 1] = now.ok1 ? odd : 0;
+      }
+      store_matrices_turned(at + c * 1024, P[0], P[1], P[2], P[3]);
+    }
+    fence_tensor();
+    __syncwarp();
+    if (lane == 0) arrive(base + FULL + 8 * stage);
+    return met || grew;
+  }
+  DI void step() {
+    now = next;
+    next = resolve(slots);
+    slots = fetch();
+  }
+  DI void run(int item0) {
+    items = p.tokens * p.head_blocks;
+    c1 = p.scale * LOG2E;
+    g8 = lane >> 2; t = lane & 3;
+    to = base + KEYS + (16 * w + g8) * 128 + (((2 * t) ^ g8) << 4);
+    tiles_done = 0;
+    QueryRows query;
+    query.g8 = g8; query.t = t; query.head = 16 * w + g8; query.row = base + QUERY + query.head * 128;
+    item = item0;
+    Ahead ahead = look_ahead(p, item0);
+    window_ahead = ahead.window_keys; compressed_ahead = ahead.compressed_keys;
+    span.first = span.last = 0; j = 0;
+    if (item < items) start_item();
+    slots = fetch();
+    const Slot after = fetch();
+    if (item0 < items) query.start(p, item0);
+    next = resolve(slots);
+    load_block<0>(); load_block<1>(); load_block<2>(); load_block<3>(); load_block<4>(); load_block<5>(); load_block<6>(); load_block<7>();
+    slots = after;
+    step();
+    uint32_t parity = 0;
+    bool started = true;       // the query of the item is under way
+    for (int i = item0; i < items; i += item_step) {
+      const Span s = span_of(p, ahead.window_keys, ahead.compressed_keys, rank);
+      const int tiles = s.last - s.first, position = ahead.position;
+      ahead = look_ahead(p, i + item_step);
+      if (!started) query.start(p, i);   // after a token without keys
+      if (tiles == 0) { copy_wait<0>(); started = false; continue; }
+      query.finish(p, position);
+      fence_tensor();
+      scores_sync();
+      started = i + item_step < items;
+      bool met = false;
+      for (int x = 0; x < tiles; x++) {
+        const int next_query = x == tiles - 1 && started ? i + item_step : -1;
+        if (A_KIND == B_KIND || !now.compressed) met = tile<A_KIND>(parity, x == 0, met, query, next_query);
+        else met = tile<B_KIND>(parity, x == 0, met, query, next_query);
+        step();
+      }
+      parity ^= 1;
+    }
+  }
+};
+
+extern "C" __global__ void __launch_bounds__(384, 1) attend(const __grid_constant__ Args p) {
+  extern __shared__ __align__(1024) uint8_t memory[];
+  const uint32_t base = shared_address(memory);
+  const int tid = threadIdx.x, warp = __shfl_sync(~0u, tid >> 5, 0), group = warp >> 2, w = warp & 3, lane = tid & 31;
+  const int rank = SPLITS == 1 ? 0 : blockIdx.x % SPLITS, item0 = blockIdx.x / SPLITS, item_step = gridDim.x / SPLITS;
+  if (tid == 0) {
+    for (int i = 0; i < 2; i++) { barrier_init(base + FULL + 8 * i, 4); barrier_init(base + EMPTY + 8 * i, 8); }
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+  __syncthreads();
+  if (group < 2) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(VALUES_REGISTERS));
+    add_values(p, base, group, w, lane, rank, item0, item_step);
+  } else {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(SCORES_REGISTERS));
+    Scores scores{p};
+    scores.base = base; scores.w = w; scores.lane = lane; scores.rank = rank;
+    scores.item_step = item_step;
+    scores.run(item0);
+    if (SPLITS > 1) { cluster_arrive(); cluster_wait(); cluster_arrive(); cluster_wait(); }
+  }
+}
