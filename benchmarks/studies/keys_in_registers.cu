@@ -1,23 +1,25 @@
-// STUDY, not in use: what became of it is in docs/performance.md ("Hopper", keys in registers). Run it with
+// STUDY, compiled but never run on a GPU: what it is to show is in docs/performance.md ("Hopper", keys in registers). The
+// version before it, which loads rows by its score warps, was measured and is in the history. Check and time it with
 //   python benchmarks/hopper_sources.py landed study=benchmarks/studies/keys_in_registers.cu
-// Right on every record pair and split, 20 repeats equal; slower than the landed kernel because of how it loads rows.
 //
 // Mega attention for Hopper (sm_90a): query RoPE, sparse attention over a window and a compressed set of paged
 // quantised rows, sink, inverse RoPE, FP8 or bf16 output, in one launch. One CTA works on one token's 64 heads.
 //
 // Budget of a CTA:
-//   threads 384 = 2 warpgroups of values at 160 registers, 1 warpgroup of scores at 184
-//   spills at most 320 bytes, outside the tile loop but for a handful of words
-//   shared memory 214,576 bytes: keys 2 x 64 KB f16, query 64 KB f16, weights 2 x 8 KB f16, the rest barriers and maxima
-//   tile of 64 keys: tensor cores 2048 clocks; shared memory 2.0 k clocks at 128 B (scores 512, widened keys 512,
-//   values 768, row sums 128, weights 64); widening 470 clocks of conversion pipe; a tile of rows in flight, in registers
+//   threads 512 = 2 warpgroups of values at 160 registers, 1 of scores at 168, 1 of producers at 24
+//   no spills with one record, 60 bytes with 528 + 288 bytes
+//   shared memory 219,904 bytes: keys 3 x 32 KB f16, query 64 KB f16, weights 2 x 8 KB f16, 64 raw rows of 592 bytes, the
+//   rest barriers and maxima
+//   tile of 64 keys: tensor cores 2048 clocks; shared memory 2.5 k clocks at 128 B (scores 512, widened keys 512,
+//   values 768, row sums 128, weights 64, raw rows 520); widening 470 clocks of conversion pipe; 32 KB of rows in flight
 //
 // Roles
-//   scores   a lane holds 16 dims of two rows per 64-dim block: it widens them in registers, gives them to the tensor
-//            cores as the left operand of (keys x heads) scores, and stores the same registers into the tile that the
-//            values are read from. So a tile in shared memory is read once, and lives from its scores to its values.
-//            The next tile's rows are under way meanwhile, block by block as the registers become free.
-//   values   warpgroup g adds up the values of all tiles for its 256 output dims, and writes them.
+//   producers  warp w copies rows 16 w .. 16 w + 15 of every tile, whole, one bulk copy each.
+//   scores     warp w reads those rows into registers at once, so that the next ones can come: a lane holds 16 dims of two
+//              rows per 64-dim block. It widens them, gives them to the tensor cores as the left operand of
+//              (keys x heads) scores, and stores the same registers into the tile that the values are read from.
+//   values     warpgroup g adds up the values of all tiles for its 256 output dims, and writes them. Its half of a tile
+//              is a unit of 32 KB; three units let the next tile begin while this one is summed up.
 // The running maximum moves only when a head grew by more than 2^8, so the accumulator is almost never rescaled.
 // The next token's query and scores overlap the output of this one.
 // SPLITS > 1: a cluster shares one token's tiles; partial sums meet in distributed shared memory, in rank order.
@@ -75,19 +77,26 @@ struct Args {
   float scale;
 };
 
-constexpr int KEYS = 0, STAGE = 65536, QUERY = 2 * STAGE, WEIGHTS = QUERY + 65536, FULL = WEIGHTS + 16384;
-constexpr int EMPTY = FULL + 16;              // FULL, EMPTY: a barrier for each stage
-constexpr int GREW = EMPTY + 16;              // [stage 2] u32
-constexpr int RESCALE = GREW + 16;            // [stage 2][64] f32
+constexpr int KEYS = 0, UNIT = 32768, QUERY = 3 * UNIT, WEIGHTS = QUERY + 65536, FULL = WEIGHTS + 16384;
+constexpr int WEIGHTS_EMPTY = FULL + 16;      // FULL, WEIGHTS_EMPTY: [stage 2]
+constexpr int UNIT_EMPTY = WEIGHTS_EMPTY + 16;  // [unit 3], padded
+constexpr int RAW_FULL = UNIT_EMPTY + 32, RAW_EMPTY = RAW_FULL + 32;  // [warp 4]
+constexpr int GREW = RAW_EMPTY + 32;          // [stage 2] u32
+constexpr int VALID = GREW + 16;              // [warp 4] u32
+constexpr int RESCALE = VALID + 16;           // [stage 2][64] f32
 constexpr int REFERENCE = RESCALE + 512;      // [token parity 2][64] f32, what weights refer to, log2 units
 constexpr int TRUE_MAX = REFERENCE + 512;     // [token parity 2][64] f32, log2 units
-constexpr int SHARED_BYTES = TRUE_MAX + 512;
-constexpr int FINAL_CTA = QUERY;              // [64] float2, after the last tile of a split token
-constexpr int FINAL_MAX = QUERY + 512;        // [64] f32
-static_assert(SHARED_BYTES == 214576, "build.py asks for as many bytes");
+constexpr int RAW = (TRUE_MAX + 512 + 127) & ~127, RAW_WARP = 16 * 592;   // [warp 4][row 16]
+constexpr int SHARED_BYTES = RAW + 4 * RAW_WARP;
+constexpr int FINAL_CTA = RAW;                // [64] float2, after the last tile of a split token
+constexpr int FINAL_MAX = RAW + 512;          // [64] f32
+static_assert(SHARED_BYTES == 219904, "build.py asks for as many bytes");
 
+#ifndef SCORES_REGISTERS
 #define VALUES_REGISTERS 160
-#define SCORES_REGISTERS 184
+#define SCORES_REGISTERS 168
+#define PRODUCER_REGISTERS 24
+#endif
 constexpr float LOG2E = 1.4426950408889634f;
 constexpr float LN2 = 0.6931471805599453f;
 #define INF __int_as_float(0x7f800000)
@@ -117,6 +126,7 @@ DI bool scores_any(bool x) {
 }
 DI uint4 load_shared16(uint32_t a) { uint4 v; asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(a) : "memory"); return v; }
 DI void store_shared16(uint32_t a, uint32_t x, uint32_t y, uint32_t z, uint32_t w) { asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(a), "r"(x), "r"(y), "r"(z), "r"(w) : "memory"); }
+DI void store_shared8(uint32_t a, uint32_t x, uint32_t y) { asm volatile("st.shared.v2.u32 [%0], {%1,%2};" ::"r"(a), "r"(x), "r"(y) : "memory"); }
 DI void store_shared4(uint32_t a, uint32_t x) { asm volatile("st.shared.u32 [%0], %1;" ::"r"(a), "r"(x) : "memory"); }
 DI void store_float(uint32_t a, float x) { asm volatile("st.shared.f32 [%0], %1;" ::"r"(a), "f"(x) : "memory"); }
 DI void store_float2(uint32_t a, float x, float y) { asm volatile("st.shared.v2.f32 [%0], {%1,%2};" ::"r"(a), "f"(x), "f"(y) : "memory"); }
@@ -124,6 +134,16 @@ DI float load_float(uint32_t a) { float v; asm volatile("ld.shared.f32 %0, [%1];
 DI float2 load_float2(uint32_t a) { float2 v; asm volatile("ld.shared.v2.f32 {%0,%1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(a) : "memory"); return v; }
 DI uint32_t load_word(uint32_t a) { uint32_t v; asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(a) : "memory"); return v; }
 DI void store_matrices_turned(uint32_t a, uint32_t x, uint32_t y, uint32_t z, uint32_t w) { asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(a), "r"(x), "r"(y), "r"(z), "r"(w) : "memory"); }
+DI uint2 load_shared8(uint32_t a) { uint2 v; asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(a) : "memory"); return v; }
+DI void expect(uint32_t b, uint32_t bytes) { asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(b), "r"(bytes) : "memory"); }
+DI uint32_t least(uint32_t x) { uint32_t r; asm volatile("redux.sync.min.u32 %0, %1, 0xffffffff;" : "=r"(r) : "r"(x)); return r; }
+// A row to shared memory; its bytes count on the barrier. All lanes call it alike, one lane copies.
+DI void copy_row(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier) {
+  asm volatile(
+      "{\n.reg .pred q;\nelect.sync _|q, 0xffffffff;\n"
+      "@q cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];\n}"
+      ::"r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
+}
 DI void load_matrices(uint32_t (&x)[4], uint32_t a) { asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(a) : "memory"); }
 // d += sums over the 16 columns of a, in every column.
 DI void add_columns(float (&d)[4], const uint32_t (&a)[4]) {
@@ -328,13 +348,13 @@ DI void rescale(float (&acc)[128], float (&sum)[4], float a0, float a1) {
   sum[0] *= a0; sum[2] *= a1;
 }
 // Adds a tile to the accumulators; `first`: of a token.
-DI void add_tile(const Values& s, float (&acc)[128], float (&sum)[4], int stage, bool first) {
+DI void add_tile(const Values& s, float (&acc)[128], float (&sum)[4], int stage, int unit, bool first) {
   if (!first && load_word(s.base + GREW + 4 * stage)) {
     const uint32_t a = s.base + RESCALE + stage * 256 + s.row * 4;
     rescale(acc, sum, load_float(a), load_float(a + 32));
   }
   const uint32_t weights = s.base + WEIGHTS + stage * 8192;
-  const uint64_t left = dim_major(weights), right = across(s.base + KEYS + stage * STAGE + s.g * 32768);
+  const uint64_t left = dim_major(weights), right = across(s.base + KEYS + unit * UNIT);
   mma_fence();
 #pragma unroll
   for (int k = 0; k < 4; k++) {
@@ -351,7 +371,7 @@ DI void add_tile(const Values& s, float (&acc)[128], float (&sum)[4], int stage,
     add_columns(sum, x);
   }
   mma_wait<0>();
-  if (s.lane == 0) arrive(s.base + EMPTY + 8 * stage);
+  if (s.lane == 0) { arrive(s.base + UNIT_EMPTY + 8 * unit); arrive(s.base + WEIGHTS_EMPTY + 8 * stage); }
 }
 
 DI void write_statistics(const Args& p, int token, int head, float m, float l, float true_max) {
@@ -416,6 +436,7 @@ DI void add_values(const Args& p, uint32_t base, int g, int w, int lane, int ran
   float acc[128];
   const int items = p.tokens * p.head_blocks;
   uint32_t done = 0, parity = 0;    // tiles; bit of the tokens that have keys
+  int unit = g;                     // of the next tile's half
   Ahead ahead = look_ahead(p, item0);
   for (int item = item0; item < items; item += item_step) {
     const int token = p.head_blocks == 1 ? item : item / p.head_blocks, head0 = (item - token * p.head_blocks) * 64;
@@ -432,7 +453,8 @@ DI void add_values(const Args& p, uint32_t base, int g, int w, int lane, int ran
       const int stage = done & 1;
       wait(base + FULL + 8 * stage, (done >> 1) & 1);
       done++;
-      add_tile(s, acc, sum, stage, j == 0);
+      add_tile(s, acc, sum, stage, unit, j == 0);
+      unit = unit == 0 ? 2 : unit - 1;
     }
     float M[2], L[2], T[2];   // reference and true maximum (log2 units), sum of the weights
 #pragma unroll
@@ -556,33 +578,23 @@ struct QueryRows {
   }
 };
 
-// A tile as one lane sees it: its two rows, from this lane's bytes of block 0.
-struct Tile {
-  const uint8_t *row0, *row1;
-  uint2 scales0, scales1;      // of the rows, those that this lane hands out
-  bool ok0, ok1, compressed;
-};
-struct Slot { int slot; bool compressed; };   // of tile row 16 w + (lane & 15)
+// Rows of a warp in shared memory: 16 of them, PITCH bytes apart, scales behind the data.
+template <int KIND> struct Raw;
+template <> struct Raw<KIND_MXFP8> { static constexpr int DATA = 512, SCALES = 16, PITCH = 528; };
+template <> struct Raw<KIND_NVFP4> { static constexpr int DATA = 256, SCALES = 32, PITCH = 288; };
+template <> struct Raw<KIND_V4> { static constexpr int DATA = 576, SCALES = 8, PITCH = 592; };
+// Row that lane group g8 holds first (8 more is the second): reads of neighbouring groups meet other banks.
+template <int KIND> DI int row_of(int g8) { return KIND == KIND_MXFP8 ? (g8 >> 1) + 4 * (g8 & 1) : g8; }
 
-template <int KIND, int B> DI int block_offset(int t) { return KIND == KIND_NVFP4 ? 32 * B : 64 * B + (KIND == KIND_V4 && B == 7 ? 16 * t : 0); }
-
-struct Scores {
+// ---------------------------------------------------------------- producers
+// Producer w copies rows 16 w .. 16 w + 15 of every tile, one bulk copy each, to where score warp w reads them.
+struct Producer {
   const Args& p;
-  uint32_t base, to;           // shared memory; this lane's chunk of row g8 of the tile of stage 0
-  int w, lane, g8, t, rank, items, item_step;
-  float c1;
-  // the next slots to ask for: tile j of `item`, whose span and whose successor's lengths are known
-  int item, j;
+  uint32_t base;
+  int w, lane, rank, items, item_step;
+  int item, j;                 // the tile whose slots are asked for next
   Span span;
   int window_ahead, compressed_ahead;
-  uint4 d[8][2];               // raw blocks under way, of the next tile
-#if HAS_V4
-  uint4 tail[2];
-#endif
-  Tile now, next;
-  Slot slots;                  // of the tile after the next
-  float shift[16];             // of heads 8 c + 2 t and + 1: minus the maximum that weights refer to, log2 units
-  uint32_t tiles_done;
 
   DI int token_of(int i) const { return p.head_blocks == 1 ? i : i / p.head_blocks; }
   DI void ask_lengths(int i) {
@@ -598,61 +610,113 @@ struct Scores {
     j = span.first;
     ask_lengths(item + item_step);
   }
-  // Ask for the slots of the next tile.
-  DI Slot fetch() {
+  // (slot of row lane & 15, bit 0: compressed set, bit 1: there is a tile)
+  DI int2 fetch() {
     while (item < items && j >= span.last) { item += item_step; if (item < items) start_item(); }
-    Slot s = {-1, false};
+    int2 s = make_int2(-1, 0);
     if (item < items) {
-      s.compressed = j >= span.window_tiles;
-      const int key = (s.compressed ? j - span.window_tiles : j) * 64 + 16 * w + (lane & 15);
-      const int* list = s.compressed ? p.b.indices : p.a.indices;
-      const int64_t stride = s.compressed ? p.b.indices_stride : p.a.indices_stride;
-      if (key < (s.compressed ? span.compressed_keys : span.window_keys)) s.slot = __ldg(list + token_of(item) * stride + key);
+      const bool c = j >= span.window_tiles;
+      const int key = (c ? j - span.window_tiles : j) * 64 + 16 * w + (lane & 15);
+      const int* list = c ? p.b.indices : p.a.indices;
+      const int64_t stride = c ? p.b.indices_stride : p.a.indices_stride;
+      if (key < (c ? span.compressed_keys : span.window_keys)) s.x = __ldg(list + token_of(item) * stride + key);
+      s.y = 2 | c;
       j++;
     }
     return s;
   }
-  // Turn slots into rows, and ask for their scales.
-  DI Tile resolve(const Slot& s) const {
-    Tile x;
-    const bool c = s.compressed, ok = (uint32_t)s.slot < (c ? p.b.num_slots : p.a.num_slots);
-    const uint32_t slot = s.slot, rows = c ? p.b.page_rows : p.a.page_rows, mul = c ? p.b.page_mul : p.a.page_mul, shift = c ? p.b.page_shift : p.a.page_shift;
-    const uint32_t page = mul ? __umulhi(slot, mul) >> shift : slot, row = slot - page * rows;
-    const int64_t stride = c ? p.b.page_stride : p.a.page_stride, scale_base = c ? p.b.scale_base : p.a.scale_base;
-    const uint8_t* pages = c ? p.b.pages : p.a.pages;
-    const uint32_t at = page * (uint32_t)(stride >> 4) + row * (c ? B_ROW_UNITS : A_ROW_UNITS);
-    const uint32_t scale_at = page * (uint32_t)(stride >> 3) + (uint32_t)(scale_base >> 3) + row * ((c ? B_SCALE_STRIDE : A_SCALE_STRIDE) / 8);
-    const uint32_t valid = __ballot_sync(~0u, ok);
-    x.compressed = c; x.ok0 = (valid >> g8) & 1; x.ok1 = (valid >> (8 + g8)) & 1;
-    const uint32_t at0 = __shfl_sync(~0u, at, g8), at1 = __shfl_sync(~0u, at, 8 + g8), s0 = __shfl_sync(~0u, scale_at, g8), s1 = __shfl_sync(~0u, scale_at, 8 + g8);
-    const int kind = c ? B_KIND : A_KIND, lane_bytes = kind == KIND_NVFP4 ? 8 * t : 16 * t, scale_bytes = kind == KIND_NVFP4 ? 8 * t : kind == KIND_V4 ? 4 * (t & 1) : 4 * t;
-    x.row0 = (x.ok0 ? pages + (uint64_t)at0 * 16 : zero_row) + lane_bytes;
-    x.row1 = (x.ok1 ? pages + (uint64_t)at1 * 16 : zero_row) + lane_bytes;
-    const uint8_t *from0 = (x.ok0 ? pages + (uint64_t)s0 * 8 : zero_row) + scale_bytes, *from1 = (x.ok1 ? pages + (uint64_t)s1 * 8 : zero_row) + scale_bytes;
-    x.scales0.x = load4(from0); x.scales1.x = load4(from1);
-    x.scales0.y = x.scales1.y = 0;
-    if (kind == KIND_NVFP4) { x.scales0.y = load4(from0 + 4); x.scales1.y = load4(from1 + 4); }
-    return x;
+  template <int KIND, int UNITS, int SCALE_STRIDE> DI void copy(const KeyArgs& k, int slot) {
+    using R = Raw<KIND>;
+    constexpr bool TOGETHER = UNITS * 16 == SCALE_STRIDE;   // data and scales of a row are neighbours
+    const bool ok = (uint32_t)slot < k.num_slots;
+    const uint32_t page = page_of(k, slot), row = slot - page * k.page_rows;
+    const uint32_t at = page * (uint32_t)(k.page_stride >> 4) + row * UNITS;
+    const uint32_t valid = __ballot_sync(~0u, ok) & 0xffff;
+    const uint32_t full = base + RAW_FULL + 8 * w, to = base + RAW + w * RAW_WARP;
+    if (lane == 0) {
+      store_shared4(base + VALID + 4 * w, valid);
+      expect(full, 16 * (TOGETHER ? R::DATA + R::SCALES : KIND == KIND_V4 ? R::DATA : R::DATA + R::SCALES));
+    }
+    __syncwarp();
+    const uint64_t scales = (uint64_t)page * k.page_stride + k.scale_base + (uint64_t)row * SCALE_STRIDE;
+    if (!TOGETHER && KIND == KIND_V4) {      // 8 bytes are too few for a bulk copy
+      if (lane < 16) {
+        const uint2 x = ok ? load8(k.pages + scales) : make_uint2(0, 0);
+        store_shared8(to + lane * R::PITCH + R::DATA, x.x, x.y);
+      }
+      __syncwarp();
+    }
+#pragma unroll 1
+    for (int i = 0; i < 16; i++) {
+      const uint64_t unit = least(lane == i ? at : ~0u);
+      copy_row(to + i * R::PITCH, (valid >> i) & 1 ? k.pages + unit * 16 : zero_row, TOGETHER ? R::DATA + R::SCALES : R::DATA, full);
+      if (!TOGETHER && KIND != KIND_V4) {
+        const uint32_t scale_unit = least(lane == i ? (uint32_t)(scales >> 4) : ~0u);
+        copy_row(to + i * R::PITCH + R::DATA, (valid >> i) & 1 ? k.pages + (uint64_t)scale_unit * 16 : zero_row, R::SCALES, full);
+      }
+    }
+    __syncwarp();
+    if (lane == 0) arrive(full);
   }
-  // Block B of the next tile's two rows. No branch: products are in flight.
-  template <int B> DI void load_block() {
-    const bool c = next.compressed;
+  DI void run(int item0) {
+    items = p.tokens * p.head_blocks;
+    item = item0; span.first = span.last = 0; j = 0;
+    ask_lengths(item);
+    if (item < items) start_item();
+    int2 slots = fetch();
+    uint32_t round = 1;        // parity of the round before is over at the start
+    while (slots.y) {
+      const int2 after = fetch();
+      wait(base + RAW_EMPTY + 8 * w, round);
+      round ^= 1;
+      if ((A_KIND == B_KIND && A_ROW_UNITS == B_ROW_UNITS) || !(slots.y & 1)) copy<A_KIND, A_ROW_UNITS, A_SCALE_STRIDE>(slots.y & 1 ? p.b : p.a, slots.x);
+      else copy<B_KIND, B_ROW_UNITS, B_SCALE_STRIDE>(p.b, slots.x);
+      slots = after;
+    }
+  }
+};
+
+struct Scores {
+  const Args& p;
+  uint32_t base, to;           // shared memory; this lane's chunk of row g8 of the tile of stage 0
+  int w, lane, g8, t, rank, items, item_step;
+  float c1;
+  uint4 d[8][2];               // raw blocks of this tile
+#if HAS_V4
+  uint4 tail[2];
+#endif
+  uint2 scales0, scales1;      // of the rows, those that this lane hands out
+  bool ok0, ok1;
+  float shift[16];             // of heads 8 c + 2 t and + 1: minus the maximum that weights refer to, log2 units
+  uint32_t tiles_done;
+  int unit;                    // of the tile's first half
+  uint32_t rounds;             // bit `unit`: parity to wait for
+
+  // This lane's share of the warp's rows, after which their space is free.
+  template <int KIND> DI void read_rows() {
+    using R = Raw<KIND>;
+    wait(base + RAW_FULL + 8 * w, tiles_done & 1);
+    const uint32_t valid = load_word(base + VALID + 4 * w);
+    const int row = row_of<KIND>(g8);
+    ok0 = (valid >> row) & 1; ok1 = (valid >> (row + 8)) & 1;
+    const uint32_t at = base + RAW + w * RAW_WARP + row * R::PITCH;
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-      const uint8_t* from = (r ? next.row1 : next.row0) + (A_KIND == B_KIND || !c ? block_offset<A_KIND, B>(t) : block_offset<B_KIND, B>(t));
-      uint4& x = d[B][r];
-      if ((A_KIND == KIND_NVFP4) == (B_KIND == KIND_NVFP4)) {
-        if (A_KIND == KIND_NVFP4) { const uint2 y = load8(from); x.x = y.x; x.y = y.y; }
-        else x = load16(from);
-      } else {
-        asm volatile("{.reg .pred n; setp.ne.u32 n, %5, 0;\n@n ld.global.nc.L1::no_allocate.v2.u32 {%0,%1}, [%4];\n@!n ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];}"
-                     : "+r"(x.x), "+r"(x.y), "+r"(x.z), "+r"(x.w) : "l"(from), "r"((uint32_t)((A_KIND == KIND_NVFP4) != c)));
+      const uint32_t from = at + 8 * r * R::PITCH;
+#pragma unroll
+      for (int b = 0; b < 8; b++) {
+        if (KIND == KIND_NVFP4) { const uint2 x = load_shared8(from + 32 * b + 8 * t); d[b][r].x = x.x; d[b][r].y = x.y; }
+        else d[b][r] = load_shared16(from + 64 * b + (KIND == KIND_V4 && b == 7 ? 32 : 16) * t);
       }
 #if HAS_V4
-      // The rest of a V4 row's bf16 dims; of another record's row, some bytes of it that nobody looks at.
-      if (B == 7) tail[r] = load16((c ? B_KIND : A_KIND) == KIND_V4 ? from + 16 : r ? next.row1 : next.row0);
+      if (KIND == KIND_V4) tail[r] = load_shared16(from + 448 + 32 * t + 16);
 #endif
+      uint2& scales = r ? scales1 : scales0;
+      if (KIND == KIND_NVFP4) scales = load_shared8(from + R::DATA + 8 * t);
+      else scales.x = load_word(from + R::DATA + (KIND == KIND_V4 ? 4 * (t & 1) : 4 * t));
     }
+    __syncwarp();
+    if (lane == 0) arrive(base + RAW_EMPTY + 8 * w);
   }
   template <int KIND, int B> DI uint32_t scale_pair(uint2 scales) const {
     const uint32_t word = __shfl_sync(~0u, KIND == KIND_NVFP4 && (B & 1) ? scales.y : scales.x, (lane & 28) | (KIND == KIND_V4 ? B >> 2 : B >> 1));
@@ -671,9 +735,11 @@ struct Scores {
     }
     lo = times(e4m3_pair<0>(words[i]), sc); hi = times(e4m3_pair<1>(words[i]), sc);
   }
-  template <int KIND, int B> DI void block(float (&S)[32], uint32_t (&A)[2][8], uint32_t store) {
+  // `low`, `high`: where the dims of the first and of the second half go; blocks 4 to 7 wait until `high` is free.
+  template <int KIND, int B> DI void block(float (&S)[32], uint32_t (&A)[2][8], uint32_t low, uint32_t high, uint32_t empty, uint32_t round) {
+    if (B == 4) wait(empty, round);
     constexpr bool BF16 = KIND == KIND_V4 && B == 7;
-    const uint32_t sc0 = BF16 ? 0 : scale_pair<KIND, B>(now.scales0), sc1 = BF16 ? 0 : scale_pair<KIND, B>(now.scales1);
+    const uint32_t sc0 = BF16 ? 0 : scale_pair<KIND, B>(scales0), sc1 = BF16 ? 0 : scale_pair<KIND, B>(scales1);
     uint4 rest[2] = {make_uint4(0, 0, 0, 0), make_uint4(0, 0, 0, 0)};
 #if HAS_V4
     rest[0] = tail[0]; rest[1] = tail[1];
@@ -692,13 +758,12 @@ struct Scores {
       for (int i = 0; i < 2; i++) scores_mma(S, A[h][4 * i], A[h][4 * i + 1], A[h][4 * i + 2], A[h][4 * i + 3], query + 2 * (2 * h + i), B > 0 || h > 0 || i > 0);
       mma_commit();
     }
-    load_block<B>();
 #pragma unroll
     for (int r = 0; r < 2; r++)
 #pragma unroll
       for (int c = 0; c < 2; c++)
-        store_shared16((store ^ (c * 16)) + B * 8192 + r * 1024, A[0][r + 2 * c], A[0][4 + r + 2 * c], A[1][r + 2 * c], A[1][4 + r + 2 * c]);
-    if constexpr (B < 7) block<KIND, B + 1>(S, A, store);
+        store_shared16(((B < 4 ? low : high) ^ (c * 16)) + (B & 3) * 8192 + r * 1024, A[0][r + 2 * c], A[0][4 + r + 2 * c], A[1][r + 2 * c], A[1][4 + r + 2 * c]);
+    if constexpr (B < 7) block<KIND, B + 1>(S, A, low, high, empty, round);
   }
   // Moves the references of heads whose maximum over this tile exceeds them by more than 2^8 (all of them on the first
   // tile that has a key). S: logits relative to the reference, log2 units. The weights' space of the stage, still
@@ -710,7 +775,7 @@ struct Scores {
       float top[2];
 #pragma unroll
       for (int e = 0; e < 2; e++) {
-        float v = fmaxf(now.ok0 ? S[4 * c + e] : -INF, now.ok1 ? S[4 * c + 2 + e] : -INF);
+        float v = fmaxf(ok0 ? S[4 * c + e] : -INF, ok1 ? S[4 * c + 2 + e] : -INF);
         v = fmaxf(v, __shfl_xor_sync(~0u, v, 4)); v = fmaxf(v, __shfl_xor_sync(~0u, v, 8)); v = fmaxf(v, __shfl_xor_sync(~0u, v, 16));
         top[e] = v;
       }
@@ -742,10 +807,16 @@ struct Scores {
     float S[32];
     uint32_t A[2][8];
     const int stage = tiles_done & 1;
-    wait(base + EMPTY + 8 * stage, ((tiles_done >> 1) & 1) ^ 1);
-    tiles_done++;
-    block<KIND, 0>(S, A, to + stage * STAGE);
+    const int other = unit == 2 ? 0 : unit + 1;
+    read_rows<KIND>();
+    wait(base + UNIT_EMPTY + 8 * unit, (rounds >> unit) & 1);
+    const uint32_t round = (rounds >> other) & 1;
+    rounds ^= (1u << unit) | (1u << other);
+    block<KIND, 0>(S, A, to + unit * UNIT, to + other * UNIT, base + UNIT_EMPTY + 8 * other, round);
+    unit = unit == 0 ? 2 : unit - 1;
     mma_wait<0>();
+    wait(base + WEIGHTS_EMPTY + 8 * stage, ((tiles_done >> 1) & 1) ^ 1);
+    tiles_done++;
     if (next_query >= 0) {       // the query is read: the next one may come
       scores_sync();
       query.start(p, next_query);
@@ -763,7 +834,7 @@ struct Scores {
         top0 = fmaxf(top0, S[4 * c + e]); top1 = fmaxf(top1, S[4 * c + 2 + e]);
       }
     const float limit = met ? 8.f : -INF;
-    const bool grew = scores_any((now.ok0 && top0 > limit) || (now.ok1 && top1 > limit));
+    const bool grew = scores_any((ok0 && top0 > limit) || (ok1 && top1 > limit));
     if (grew || WITH_MAX) move_references(S, stage, parity, first, met);
     if (w == 0 && lane == 0) store_shared4(base + GREW + 4 * stage, grew && met);
     const uint32_t at = base + WEIGHTS + stage * 8192 + ((lane >> 4) * 8 + (lane & 7)) * 128 + (((2 * w + ((lane >> 3) & 1)) ^ (lane & 7)) << 4);
@@ -774,7 +845,7 @@ struct Scores {
       for (int x = 0; x < 2; x++) {
         const float* s = S + 4 * (c + x);
         const uint32_t even = pack_f16(exp2_fast(s[0]), exp2_fast(s[1])), odd = pack_f16(exp2_fast(s[2]), exp2_fast(s[3]));
-        P[2 * x] = now.ok0 ? even : 0; P[2 * x + 1] = now.ok1 ? odd : 0;
+        P[2 * x] = ok0 ? even : 0; P[2 * x + 1] = ok1 ? odd : 0;
       }
       store_matrices_turned(at + c * 1024, P[0], P[1], P[2], P[3]);
     }
@@ -782,11 +853,6 @@ struct Scores {
     __syncwarp();
     if (lane == 0) arrive(base + FULL + 8 * stage);
     return met || grew;
-  }
-  DI void step() {
-    now = next;
-    next = resolve(slots);
-    slots = fetch();
   }
   DI void run(int item0) {
     items = p.tokens * p.head_blocks;
@@ -796,18 +862,9 @@ struct Scores {
     tiles_done = 0;
     QueryRows query;
     query.g8 = g8; query.t = t; query.head = 16 * w + g8; query.row = base + QUERY + query.head * 128;
-    item = item0;
+    unit = 0; rounds = 7;
     Ahead ahead = look_ahead(p, item0);
-    window_ahead = ahead.window_keys; compressed_ahead = ahead.compressed_keys;
-    span.first = span.last = 0; j = 0;
-    if (item < items) start_item();
-    slots = fetch();
-    const Slot after = fetch();
     if (item0 < items) query.start(p, item0);
-    next = resolve(slots);
-    load_block<0>(); load_block<1>(); load_block<2>(); load_block<3>(); load_block<4>(); load_block<5>(); load_block<6>(); load_block<7>();
-    slots = after;
-    step();
     uint32_t parity = 0;
     bool started = true;       // the query of the item is under way
     for (int i = item0; i < items; i += item_step) {
@@ -823,34 +880,41 @@ struct Scores {
       bool met = false;
       for (int x = 0; x < tiles; x++) {
         const int next_query = x == tiles - 1 && started ? i + item_step : -1;
-        if (A_KIND == B_KIND || !now.compressed) met = tile<A_KIND>(parity, x == 0, met, query, next_query);
+        if (A_KIND == B_KIND || s.first + x < s.window_tiles) met = tile<A_KIND>(parity, x == 0, met, query, next_query);
         else met = tile<B_KIND>(parity, x == 0, met, query, next_query);
-        step();
       }
       parity ^= 1;
     }
   }
 };
 
-extern "C" __global__ void __launch_bounds__(384, 1) attend(const __grid_constant__ Args p) {
+extern "C" __global__ void __launch_bounds__(512, 1) attend(const __grid_constant__ Args p) {
   extern __shared__ __align__(1024) uint8_t memory[];
   const uint32_t base = shared_address(memory);
   const int tid = threadIdx.x, warp = __shfl_sync(~0u, tid >> 5, 0), group = warp >> 2, w = warp & 3, lane = tid & 31;
   const int rank = SPLITS == 1 ? 0 : blockIdx.x % SPLITS, item0 = blockIdx.x / SPLITS, item_step = gridDim.x / SPLITS;
   if (tid == 0) {
-    for (int i = 0; i < 2; i++) { barrier_init(base + FULL + 8 * i, 4); barrier_init(base + EMPTY + 8 * i, 8); }
+    for (int i = 0; i < 2; i++) { barrier_init(base + FULL + 8 * i, 4); barrier_init(base + WEIGHTS_EMPTY + 8 * i, 8); }
+    for (int i = 0; i < 3; i++) barrier_init(base + UNIT_EMPTY + 8 * i, 4);
+    for (int i = 0; i < 4; i++) { barrier_init(base + RAW_FULL + 8 * i, 1); barrier_init(base + RAW_EMPTY + 8 * i, 1); }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   __syncthreads();
   if (group < 2) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(VALUES_REGISTERS));
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(VALUES_REGISTERS));
     add_values(p, base, group, w, lane, rank, item0, item_step);
-  } else {
+  } else if (group == 2) {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(SCORES_REGISTERS));
     Scores scores{p};
     scores.base = base; scores.w = w; scores.lane = lane; scores.rank = rank;
     scores.item_step = item_step;
     scores.run(item0);
+    if (SPLITS > 1) { cluster_arrive(); cluster_wait(); cluster_arrive(); cluster_wait(); }
+  } else {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(PRODUCER_REGISTERS));
+    Producer producer{p};
+    producer.base = base; producer.w = w; producer.lane = lane; producer.rank = rank; producer.item_step = item_step;
+    producer.run(item0);
     if (SPLITS > 1) { cluster_arrive(); cluster_wait(); cluster_arrive(); cluster_wait(); }
   }
 }
