@@ -1,5 +1,5 @@
-// STUDY, compiled but never run on a GPU: what it is to show is in docs/performance.md ("Hopper", keys in registers). The
-// version before it, which loads rows by its score warps, was measured and is in the history. Check and time it with
+// STUDY, never run on a GPU: what it is to show is in docs/performance.md ("Hopper", keys in registers). It is right in the
+// emulator of tests/hopper. The version before it, which loads rows by its score warps, was measured and is in the history. Check and time it with
 //   python benchmarks/hopper_sources.py landed study=benchmarks/studies/keys_in_registers.cu
 //
 // Mega attention for Hopper (sm_90a): query RoPE, sparse attention over a window and a compressed set of paged
@@ -7,11 +7,11 @@
 //
 // Budget of a CTA:
 //   threads 512 = 2 warpgroups of values at 160 registers, 1 of scores at 168, 1 of producers at 24
-//   no spills with one record, 60 bytes with 528 + 288 bytes
-//   shared memory 219,904 bytes: keys 3 x 32 KB f16, query 64 KB f16, weights 2 x 8 KB f16, 64 raw rows of 592 bytes, the
+//   spills at most 200 bytes, of what is kept from tile to tile
+//   shared memory 221,952 bytes: keys 3 x 32 KB f16, query 64 KB f16, weights 2 x 8 KB f16, 64 raw rows of 592 bytes, the
 //   rest barriers and maxima
-//   tile of 64 keys: tensor cores 2048 clocks; shared memory 2.5 k clocks at 128 B (scores 512, widened keys 512,
-//   values 768, row sums 128, weights 64, raw rows 520); widening 470 clocks of conversion pipe; 32 KB of rows in flight
+//   tile of 64 keys: tensor cores 2048 clocks; shared memory 2.4 k clocks at 128 B (scores 512, widened keys 512,
+//   values 768, weights 64, raw rows 520); widening 470 clocks of conversion pipe; 32 KB of rows in flight
 //
 // Roles
 //   producers  warp w copies rows 16 w .. 16 w + 15 of every tile, whole, one bulk copy each.
@@ -86,11 +86,12 @@ constexpr int VALID = GREW + 16;              // [warp 4] u32
 constexpr int RESCALE = VALID + 16;           // [stage 2][64] f32
 constexpr int REFERENCE = RESCALE + 512;      // [token parity 2][64] f32, what weights refer to, log2 units
 constexpr int TRUE_MAX = REFERENCE + 512;     // [token parity 2][64] f32, log2 units
-constexpr int RAW = (TRUE_MAX + 512 + 127) & ~127, RAW_WARP = 16 * 592;   // [warp 4][row 16]
+constexpr int SUMS = TRUE_MAX + 512;          // [token parity 2][warp 4][64] f32, of the weights
+constexpr int RAW = (SUMS + 2048 + 127) & ~127, RAW_WARP = 16 * 592;   // [warp 4][row 16]
 constexpr int SHARED_BYTES = RAW + 4 * RAW_WARP;
 constexpr int FINAL_CTA = RAW;                // [64] float2, after the last tile of a split token
 constexpr int FINAL_MAX = RAW + 512;          // [64] f32
-static_assert(SHARED_BYTES == 219904, "build.py asks for as many bytes");
+static_assert(SHARED_BYTES == 221952, "build.py asks for as many bytes");
 
 #ifndef SCORES_REGISTERS
 #define VALUES_REGISTERS 160
@@ -143,12 +144,6 @@ DI void copy_row(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier
       "{\n.reg .pred q;\nelect.sync _|q, 0xffffffff;\n"
       "@q cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];\n}"
       ::"r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
-}
-DI void load_matrices(uint32_t (&x)[4], uint32_t a) { asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(a) : "memory"); }
-// d += sums over the 16 columns of a, in every column.
-DI void add_columns(float (&d)[4], const uint32_t (&a)[4]) {
-  const uint32_t one = 0x3c003c00;
-  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%8}, {%0,%1,%2,%3};" : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(one));
 }
 DI uint4 load16(const uint8_t* p) { uint4 v; asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p)); return v; }
 DI uint2 load8(const uint8_t* p) { uint2 v; asm volatile("ld.global.nc.L1::no_allocate.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p)); return v; }
@@ -342,16 +337,15 @@ struct Values {
   int g, w, lane, row, q;
 };
 
-DI void rescale(float (&acc)[128], float (&sum)[4], float a0, float a1) {
+DI void rescale(float (&acc)[128], float a0, float a1) {
 #pragma unroll
   for (int x = 0; x < 32; x++) { acc[4 * x] *= a0; acc[4 * x + 1] *= a0; acc[4 * x + 2] *= a1; acc[4 * x + 3] *= a1; }
-  sum[0] *= a0; sum[2] *= a1;
 }
 // Adds a tile to the accumulators; `first`: of a token.
-DI void add_tile(const Values& s, float (&acc)[128], float (&sum)[4], int stage, int unit, bool first) {
+DI void add_tile(const Values& s, float (&acc)[128], int stage, int unit, bool first) {
   if (!first && load_word(s.base + GREW + 4 * stage)) {
     const uint32_t a = s.base + RESCALE + stage * 256 + s.row * 4;
-    rescale(acc, sum, load_float(a), load_float(a + 32));
+    rescale(acc, load_float(a), load_float(a + 32));
   }
   const uint32_t weights = s.base + WEIGHTS + stage * 8192;
   const uint64_t left = dim_major(weights), right = across(s.base + KEYS + unit * UNIT);
@@ -362,14 +356,6 @@ DI void add_tile(const Values& s, float (&acc)[128], float (&sum)[4], int stage,
     values_mma<64>(acc, left + 2 * k, right + 1024 + 128 * k, k > 0 || !first);
   }
   mma_commit();
-  const int r = 16 * s.w + (s.lane & 15);
-  const uint32_t from = weights + r * 128 + (((s.lane >> 4) ^ (r & 7)) << 4);
-#pragma unroll
-  for (int k = 0; k < 4; k++) {
-    uint32_t x[4];
-    load_matrices(x, from ^ (k * 32));
-    add_columns(sum, x);
-  }
   mma_wait<0>();
   if (s.lane == 0) { arrive(s.base + UNIT_EMPTY + 8 * unit); arrive(s.base + WEIGHTS_EMPTY + 8 * stage); }
 }
@@ -444,7 +430,6 @@ DI void add_values(const Args& p, uint32_t base, int g, int w, int lane, int ran
     const int tiles = span.last - span.first, position = ahead.position;
     prefetch_output(p, lane, head0, position);
     ahead = look_ahead(p, item + item_step);
-    float sum[4] = {0.f, 0.f, 0.f, 0.f};
     if (tiles == 0) {
 #pragma unroll
       for (int x = 0; x < 128; x++) acc[x] = 0.f;
@@ -453,14 +438,15 @@ DI void add_values(const Args& p, uint32_t base, int g, int w, int lane, int ran
       const int stage = done & 1;
       wait(base + FULL + 8 * stage, (done >> 1) & 1);
       done++;
-      add_tile(s, acc, sum, stage, unit, j == 0);
+      add_tile(s, acc, stage, unit, j == 0);
       unit = unit == 0 ? 2 : unit - 1;
     }
     float M[2], L[2], T[2];   // reference and true maximum (log2 units), sum of the weights
 #pragma unroll
     for (int h = 0; h < 2; h++) {
       const uint32_t at = parity * 256 + s.row * 4 + 32 * h;
-      L[h] = sum[2 * h];
+      const uint32_t sums = base + SUMS + parity * 1024 + s.row * 4 + 32 * h;
+      L[h] = tiles == 0 ? 0.f : (load_float(sums) + load_float(sums + 256)) + (load_float(sums + 512) + load_float(sums + 768));
       M[h] = L[h] == 0.f ? -INF : load_float(base + REFERENCE + at);
       T[h] = WITH_MAX && tiles > 0 ? load_float(base + TRUE_MAX + at) : -INF;
     }
@@ -688,6 +674,7 @@ struct Scores {
   uint2 scales0, scales1;      // of the rows, those that this lane hands out
   bool ok0, ok1;
   float shift[16];             // of heads 8 c + 2 t and + 1: minus the maximum that weights refer to, log2 units
+  float sum[16];               // of this lane's weights of the token, before they are rounded
   uint32_t tiles_done;
   int unit;                    // of the tile's first half
   uint32_t rounds;             // bit `unit`: parity to wait for
@@ -799,11 +786,12 @@ struct Scores {
           }
         }
         shift[2 * c + e] -= by; S[4 * c + e] -= by; S[4 * c + 2 + e] -= by;
+        sum[2 * c + e] *= exp2_fast(-by);
       }
     scores_sync();
   }
-  // Scores, widened keys and weights of tile `now`; `first`: of its token, `met`: a tile before had a key. Returns `met`.
-  template <int KIND> DI bool tile(uint32_t parity, bool first, bool met, const QueryRows& query, int next_query) {
+  // Scores, widened keys and weights of tile `now`; `first`, `last`: of its token, `met`: a tile before had a key. Returns `met`.
+  template <int KIND> DI bool tile(uint32_t parity, bool first, bool last, bool met, const QueryRows& query, int next_query) {
     float S[32];
     uint32_t A[2][8];
     const int stage = tiles_done & 1;
@@ -823,7 +811,7 @@ struct Scores {
     }
     if (!met) {
 #pragma unroll
-      for (int x = 0; x < 16; x++) shift[x] = 0.f;
+      for (int x = 0; x < 16; x++) shift[x] = sum[x] = 0.f;
     }
     float top0 = -INF, top1 = -INF;
 #pragma unroll
@@ -837,6 +825,13 @@ struct Scores {
     const bool grew = scores_any((ok0 && top0 > limit) || (ok1 && top1 > limit));
     if (grew || WITH_MAX) move_references(S, stage, parity, first, met);
     if (w == 0 && lane == 0) store_shared4(base + GREW + 4 * stage, grew && met);
+#pragma unroll
+    for (int c = 0; c < 8; c++)
+#pragma unroll
+      for (int e = 0; e < 2; e++) {
+        if (!ok0) S[4 * c + e] = -INF;
+        if (!ok1) S[4 * c + 2 + e] = -INF;
+      }
     const uint32_t at = base + WEIGHTS + stage * 8192 + ((lane >> 4) * 8 + (lane & 7)) * 128 + (((2 * w + ((lane >> 3) & 1)) ^ (lane & 7)) << 4);
 #pragma unroll
     for (int c = 0; c < 8; c += 2) {
@@ -844,10 +839,20 @@ struct Scores {
 #pragma unroll
       for (int x = 0; x < 2; x++) {
         const float* s = S + 4 * (c + x);
-        const uint32_t even = pack_f16(exp2_fast(s[0]), exp2_fast(s[1])), odd = pack_f16(exp2_fast(s[2]), exp2_fast(s[3]));
-        P[2 * x] = ok0 ? even : 0; P[2 * x + 1] = ok1 ? odd : 0;
+        const float e0 = exp2_fast(s[0]), e1 = exp2_fast(s[1]), f0 = exp2_fast(s[2]), f1 = exp2_fast(s[3]);
+        P[2 * x] = pack_f16(e0, e1); P[2 * x + 1] = pack_f16(f0, f1);
+        sum[2 * (c + x)] += e0 + f0; sum[2 * (c + x) + 1] += e1 + f1;
       }
       store_matrices_turned(at + c * 1024, P[0], P[1], P[2], P[3]);
+    }
+    if (last) {
+#pragma unroll
+      for (int c = 0; c < 8; c++) {
+        float v[2] = {sum[2 * c], sum[2 * c + 1]};
+#pragma unroll
+        for (int e = 0; e < 2; e++) { v[e] += __shfl_xor_sync(~0u, v[e], 4); v[e] += __shfl_xor_sync(~0u, v[e], 8); v[e] += __shfl_xor_sync(~0u, v[e], 16); }
+        if (g8 == 0) store_float2(base + SUMS + parity * 1024 + w * 256 + (8 * c + 2 * t) * 4, v[0], v[1]);
+      }
     }
     fence_tensor();
     __syncwarp();
@@ -880,8 +885,8 @@ struct Scores {
       bool met = false;
       for (int x = 0; x < tiles; x++) {
         const int next_query = x == tiles - 1 && started ? i + item_step : -1;
-        if (A_KIND == B_KIND || s.first + x < s.window_tiles) met = tile<A_KIND>(parity, x == 0, met, query, next_query);
-        else met = tile<B_KIND>(parity, x == 0, met, query, next_query);
+        if (A_KIND == B_KIND || s.first + x < s.window_tiles) met = tile<A_KIND>(parity, x == 0, x == tiles - 1, met, query, next_query);
+        else met = tile<B_KIND>(parity, x == 0, x == tiles - 1, met, query, next_query);
       }
       parity ^= 1;
     }

@@ -1,13 +1,16 @@
-// Runs a launch of few_heads.cu on the CPU: `emulate(args, ctas, seed)`, 0 = fine. The seed sets how fast each warp is.
+// Runs a launch of a Hopper kernel on the CPU: `emulate(args, ctas, seed)`, 0 = fine. The seed sets how fast each warp is.
 #include "device.h"
-#include "kernel.inc"  // arguments, number formats and few_heads.cu, see test_few_heads_emulated.py
-uint8_t memory[128];
+#ifdef WARPGROUPS
+#include "warpgroup.h"
+#endif
+#include "kernel.inc"  // arguments, number formats and roles of the source, see the tests
+alignas(1024) uint8_t memory[1024];
 Fiber* cur; ucontext_t sched; std::vector<Copy> copies; std::vector<Block*> cluster; int cluster_count, cluster_gen, total_threads, block_threads = THREADS;
 static const Args* args;
 static void entry() { attend(*args); cur->done = true; swapcontext(&cur->ctx, &sched); }
 extern "C" int emulate(const Args* p, int grid, int seed) {
   srand(seed); args = p;
-  const size_t STACK = 65536;
+  const size_t STACK = 262144;
   total_threads = THREADS * SPLITS;
   uint8_t* stacks = (uint8_t*)mmap(0, STACK * total_threads, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   for (int first = 0; first < grid; first += SPLITS) {
