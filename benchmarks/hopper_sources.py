@@ -3,7 +3,7 @@
     python benchmarks/hopper_sources.py landed study=benchmarks/studies/keys_in_registers.cu
 
 `landed` is the source in the package. A source states its threads in `__launch_bounds__` and its shared
-memory in a `static_assert` on SHARED_BYTES; `#include "wgmma.cuh"` is looked up beside the package's source.
+memory in a `static_assert` on SHARED_BYTES; it may include the headers of the package's source.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def body_of(path: Path) -> Body:
     shared = re.search(r"static_assert\(SHARED_BYTES == (\d+),", text)
     if threads is None or shared is None:
         raise SystemExit(f"{path} states no __launch_bounds__ or no SHARED_BYTES")
-    return Body(path.stem, str(path.resolve()), ("wgmma.cuh",), int(threads[1]), int(shared[1]))
+    return Body(path.stem, str(path.resolve()), LANDED.headers, int(threads[1]), int(shared[1]))
 
 
 def use(body: Body) -> None:

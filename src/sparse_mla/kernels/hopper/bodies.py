@@ -43,7 +43,7 @@ class Body:
 FEW_HEADS = Body(
     "few heads",
     "few_heads.cu",
-    ("few_heads_parts.cuh", "few_heads_scores.cuh", "few_heads_values.cuh"),
+    ("few_heads_parts.cuh", "arguments.cuh", "few_heads_scores.cuh", "few_heads_values.cuh"),
     640,
     232_448,
 )

@@ -22,7 +22,9 @@ ENTRY = b"attend"
 SHARED_BYTES = 231_680
 """Dynamic shared memory of a CTA; the source states the same number in its budget."""
 
-MANY_HEADS = Body("many heads", "attend.cu", ("wgmma.cuh",), 512, SHARED_BYTES)
+MANY_HEADS = Body(
+    "many heads", "attend.cu", ("arguments.cuh", "attend_parts.cuh", "wgmma.cuh"), 512, SHARED_BYTES
+)
 
 _KINDS = {MXFP8: 0, MXFP8_PLANAR: 0, NVFP4: 1, NVFP4_PLANAR: 1, V4: 2}
 RECORDS = tuple(_KINDS)

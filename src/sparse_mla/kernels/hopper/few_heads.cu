@@ -30,9 +30,6 @@
 
 #include "few_heads_parts.cuh"
 
-#define KIND_MXFP8 0
-#define KIND_NVFP4 1
-#define KIND_V4 2
 #define HAS_NVFP4 (A_KIND == KIND_NVFP4 || B_KIND == KIND_NVFP4)
 #define A_PLANAR (A_SCALE_STRIDE != A_ROW_UNITS * 16)
 #define B_PLANAR (B_SCALE_STRIDE != B_ROW_UNITS * 16)

@@ -1,0 +1,48 @@
+// What the host hands to every Hopper kernel, see attend.py, and the names of the records.
+#pragma once
+
+#ifndef __CUDACC_RTC__
+#include <stdint.h>
+#else
+typedef unsigned char uint8_t;
+typedef unsigned short uint16_t;
+typedef unsigned int uint32_t;
+typedef unsigned long long uint64_t;
+typedef long long int64_t;
+#endif
+
+#define KIND_MXFP8 0
+#define KIND_NVFP4 1
+#define KIND_V4 2
+#define DI __device__ __forceinline__
+
+struct KeyArgs {
+  const uint8_t* pages;        // first byte of page 0
+  const int* indices;          // [T, width] slots
+  const int* lengths;          // [T], may be null
+  int64_t indices_stride;      // elements between rows of indices
+  int64_t page_stride;         // bytes
+  int64_t scale_base;          // bytes from a page to the scales of its row 0
+  uint32_t width, num_slots;
+  uint32_t page_rows, page_mul, page_shift;  // slot / page_rows = umulhi(slot, mul) >> shift; mul 0: page_rows is 1
+  uint32_t pad;
+};
+
+struct Args {
+  KeyArgs a, b;                // window, compressed (width 0 = none)
+  const uint8_t* q;            // bf16 [T, H, 512]
+  uint8_t* out;                // bf16 [T, H, 512] or e4m3 [T, G, hpg * 512]
+  uint32_t* scales;            // [T, G, 4 * hpg], strides (1, 4 * hpg * A, A)
+  float* lse;                  // [T, H], may be null
+  float* max_logits;           // [T, H], may be null
+  const float* sink;           // [H], may be null
+  const int* positions;        // [T], `position_step` words apart (2 for int64)
+  const float* rope;           // [rope_rows, 64]
+  int64_t q_token_stride, q_head_stride;  // bytes
+  int64_t scale_stride;        // A, words
+  int tokens, heads, head_blocks, heads_per_group;
+  int position_step, rope_rows;
+  int rotate_query, unrotate_output, query_chunked;
+  float scale;
+};
+
