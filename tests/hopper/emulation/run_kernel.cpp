@@ -1,26 +1,23 @@
 // Runs a launch of a Hopper kernel on the CPU: `emulate(args, ctas, seed)`, 0 = fine. The seed sets how fast each warp is.
-#include "device.h"
-#ifdef WARPGROUPS
 #include "warpgroup.h"
-#endif
 #include "kernel.inc"  // arguments, number formats and roles of the source, see the tests
 alignas(1024) uint8_t memory[1024];
-Fiber* cur; ucontext_t sched; std::vector<Copy> copies; std::vector<Block*> cluster; int cluster_count, cluster_gen, total_threads, block_threads = THREADS;
+Fiber* cur; ucontext_t sched; std::vector<Copy> copies; std::vector<Block*> cluster; int cluster_count, cluster_gen, total_threads, block_threads = CTA_THREADS;
 static const Args* args;
 static void entry() { attend(*args); cur->done = true; swapcontext(&cur->ctx, &sched); }
 extern "C" int emulate(const Args* p, int grid, int seed) {
   srand(seed); args = p;
   const size_t STACK = 262144;
-  total_threads = THREADS * SPLITS;
+  total_threads = CTA_THREADS * SPLITS;
   uint8_t* stacks = (uint8_t*)mmap(0, STACK * total_threads, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   for (int first = 0; first < grid; first += SPLITS) {
     cluster.clear(); copies.clear(); cluster_count = cluster_gen = 0;
     std::vector<Fiber> fibers(total_threads);
     for (int r = 0; r < SPLITS; r++) {
-      Block* c = new Block; c->mem = (uint8_t*)malloc(SHARED_LIMIT); memset(c->mem, 0xff, SHARED_LIMIT); c->warps.resize(THREADS / 32); c->rank = r; cluster.push_back(c);
+      Block* c = new Block; c->mem = (uint8_t*)malloc(SHARED_LIMIT); memset(c->mem, 0xff, SHARED_LIMIT); c->warps.resize(CTA_THREADS / 32); c->rank = r; cluster.push_back(c);
     }
     for (int i = 0; i < total_threads; i++) {
-      Fiber& f = fibers[i]; f.cta = cluster[i / THREADS]; f.tid.x = i % THREADS; f.lane = i & 31; f.warp = &f.cta->warps[f.tid.x / 32]; f.bid.x = first + i / THREADS; f.gdim.x = grid;
+      Fiber& f = fibers[i]; f.cta = cluster[i / CTA_THREADS]; f.tid.x = i % CTA_THREADS; f.lane = i & 31; f.warp = &f.cta->warps[f.tid.x / 32]; f.bid.x = first + i / CTA_THREADS; f.gdim.x = grid;
       getcontext(&f.ctx); f.ctx.uc_stack.ss_sp = stacks + i * STACK; f.ctx.uc_stack.ss_size = STACK; f.ctx.uc_link = &sched; makecontext(&f.ctx, entry, 0);
     }
     int left = total_threads, idle = 0;

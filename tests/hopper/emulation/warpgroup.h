@@ -94,9 +94,7 @@ static inline uint32_t load_word(uint32_t a) { return get<uint32_t>(a); }
 static inline uint64_t load_mask(uint32_t a) { return get<uint64_t>(a); }
 static inline void store_shared1(uint32_t a, uint32_t x) { put<uint8_t>(a, (uint8_t)x); }
 static inline float load_remote(uint32_t a, int rank) { return get<float>(remote(a, rank)); }
-static inline void send4(uint32_t a, float x, float y, float z, float w) { put<float4>(a, {x, y, z, w}); }
 template <int N> static inline void copy_async(uint32_t to, const void* from) { copy_async<N>(to, from, N); }
-static inline void copy_sized(uint32_t to, const void* from, int n) { copy_async<16>(to, from, n); }
 static inline void copy_commit() {}
 template <int N> static inline void copy_wait() {}
 static inline void expect(uint32_t b, uint32_t bytes) { barrier_at(cur->cta, b).tx += bytes; }

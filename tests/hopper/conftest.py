@@ -1,0 +1,129 @@
+"""The Hopper kernels compiled for the CPU and run thread by thread: the `emulator` of the tests here."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sparse_mla.kernels.contract import AttendCall, AttendOut, Layout
+from sparse_mla.kernels.hopper import attend as hopper
+from sparse_mla.kernels.hopper.bodies import FEW_HEADS, Body, head_tiles
+from sparse_mla.kernels.hopper.build import Variant
+from sparse_mla.testing.compare import TENSOR_CORE_BODY, assert_matches_oracle
+from sparse_mla.testing.inputs import AttendProblem
+
+COMPILER = shutil.which("g++")
+HERE = Path(__file__).parent / "emulation"
+SECTION = "// " + "-" * 64 + " "
+REPLACED = (  # instructions inside the roles, and what the headers have for them
+    (r'if \(a\) asm volatile\("prefetch[^\n]*', ""),
+    (r'asm volatile\("(fence\.mbarrier_init|setmaxnreg)[^\n]*', ""),
+    (r'asm volatile\("mov\.b32[^\n]*"=r"\((\w+)\) : "r"\((\w+)\)\);', r"\1 = \2;"),
+    (
+        r'asm volatile\("cp\.async\.cg[^\n]*::"r"\((.*)\), "l"\((.*)\), "r"\((live[^)]*)\) : "memory"\);',
+        r"copy_async<16>(\1, \2, \3);",
+    ),
+    (
+        r'asm volatile\("st\.shared::cluster[^\n]*::"r"\((.*)\), '
+        + ", ".join([r'"f"\((.*)\)'] * 4)
+        + r' : "memory"\);',
+        r"store_float4(\1, \2, \3, \4, \5);",
+    ),
+)
+
+
+def kernel_text(source: str) -> str:
+    """A source without its instructions, which the headers beside `run_kernel.cpp` replace."""
+    text = source[source.index("#define KIND_MXFP8") :]
+    text = re.sub(SECTION + r"instructions.*?(?=" + SECTION + ")", "", text, flags=re.DOTALL)
+    for pattern, replacement in REPLACED:
+        text = re.sub(pattern, replacement, text)
+    if "elect.sync" in source:  # all lanes call it, one of them copies
+        text = text.replace("copy_row(", "copy_row_together(")
+    return text
+
+
+class Emulator:
+    """Runs launches of Hopper kernels on the CPU; each variant is compiled once."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.libraries: dict[tuple[str, Variant], ctypes.CDLL] = {}
+
+    def library(self, body: Body, variant: Variant) -> ctypes.CDLL:
+        """A variant of a source, compiled for the CPU."""
+        if COMPILER is None:
+            pytest.skip("g++ is not installed: the kernel cannot be emulated here")
+        key = body.file, variant
+        if key not in self.libraries:
+            folder = self.folder / str(len(self.libraries))
+            folder.mkdir()
+            (folder / "kernel.inc").write_text(kernel_text(body.source()))
+            macros = [f"-D{name}={value}" for name, value in variant.macros().items()]
+            macros.append(f"-DCTA_THREADS={body.threads}")
+            flags = ["-O1", "-std=c++17", "-w", "-shared", "-fPIC", "-fno-strict-aliasing"]
+            target = folder / "kernel.so"
+            files = ["-I", str(folder), str(HERE / "run_kernel.cpp"), "-o", str(target)]
+            done = subprocess.run(
+                [COMPILER, *flags, *macros, *files], capture_output=True, text=True, check=False
+            )
+            if "_Float16" in done.stderr:
+                pytest.skip("this g++ has no _Float16: the kernel cannot be emulated here")
+            assert done.returncode == 0, done.stderr
+            self.libraries[key] = ctypes.CDLL(str(target))
+        return self.libraries[key]
+
+    def run(
+        self,
+        body: Body,
+        call: AttendCall,
+        out: AttendOut,
+        *,
+        splits: int = 1,
+        ctas: int = 3,
+        seed: int = 1,
+    ) -> None:
+        """What `attend` launches, on `ctas` multiprocessors; the seed sets how fast each warp is."""
+        compressed = call.window if call.compressed is None else call.compressed
+        tiles = head_tiles(call.num_heads, call.num_tokens, False) if body is FEW_HEADS else 0
+        variant = Variant(
+            window=call.window.cache.record,
+            compressed=compressed.cache.record,
+            splits=splits,
+            fp8_output=out.is_fp8,
+            out_chunked=out.layout is Layout.CHUNK_INTERLEAVED,
+            with_max=out.max_logits is not None,
+            head_tiles=tiles,
+        )
+        head_blocks = hopper._head_blocks(call)
+        query = hopper._readable_query(call)
+        arguments = hopper._arguments(call, out, query, head_blocks)
+        items = call.num_tokens * head_blocks
+        grid = items * splits if splits > 1 else min(items, ctas)
+        assert self.library(body, variant).emulate(ctypes.byref(arguments), grid, seed) == 0
+
+    def check(
+        self,
+        body: Body,
+        problem: AttendProblem,
+        call: AttendCall | None = None,
+        *,
+        splits: int = 1,
+        **outputs: Any,
+    ) -> None:
+        """Run a problem and compare it with the oracle."""
+        call = call or problem.call()
+        out = problem.allocate_out(**outputs)
+        self.run(body, call, out, splits=splits)
+        assert_matches_oracle(call, out, TENSOR_CORE_BODY)
+
+
+@pytest.fixture(scope="session")
+def emulator(tmp_path_factory: pytest.TempPathFactory) -> Emulator:
+    return Emulator(tmp_path_factory.mktemp("emulated"))
