@@ -52,7 +52,13 @@ def body_of(path: Path) -> Body:
     shared = re.search(r"static_assert\(SHARED_BYTES == (\d+),", text)
     if threads is None or shared is None:
         raise SystemExit(f"{path} states no __launch_bounds__ or no SHARED_BYTES")
-    return Body(path.stem, str(path.resolve()), LANDED.headers, int(threads[1]), int(shared[1]))
+    return replace(
+        LANDED,
+        name=path.stem,
+        file=str(path.resolve()),
+        threads=int(threads[1]),
+        shared_bytes=int(shared[1]),
+    )
 
 
 def use(body: Body) -> None:

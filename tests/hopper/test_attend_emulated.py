@@ -6,6 +6,7 @@ real memory and asynchronous products can break. `tests/gpu/test_hopper_attend.p
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from sparse_mla.testing.inputs import make_problem
 STUDY = Path(__file__).parents[2] / "benchmarks" / "studies" / "keys_in_registers.cu"
 BODIES = {
     "attend": MANY_HEADS,
-    "study": Body("study", str(STUDY), MANY_HEADS.headers, 512, 221_952),
+    "study": replace(MANY_HEADS, name="study", file=str(STUDY)),
 }
 RAGGED: dict[str, Any] = {"lengths": "random", "hole_probability": 0.1, "beyond_probability": 0.05}
 

@@ -18,7 +18,6 @@ from sparse_mla.kernels.hopper.bodies import (
     head_tiles,
 )
 from sparse_mla.kernels.hopper.build import MANY_HEADS, Variant
-from sparse_mla.kernels.hopper.few_heads import choose_few_heads_splits
 from sparse_mla.testing.inputs import make_problem
 
 NVCC = shutil.which("nvcc")
@@ -103,7 +102,7 @@ def test_a_limit_of_tokens_counts_unless_the_batch_must_not_matter(
     ],
 )
 def test_splits_keep_every_cluster_resident(tokens: int, tiles: int, splits: int) -> None:
-    assert choose_few_heads_splits(tokens, tiles, 132) == splits
+    assert hopper.choose_splits(FEW_HEADS, tokens, tiles, 132) == splits
 
 
 def test_a_call_is_split_by_its_body() -> None:

@@ -10,6 +10,7 @@ import pytest
 from sparse_mla.cache.records import INDEX_FP8
 from sparse_mla.errors import UnsupportedError
 from sparse_mla.kernels.hopper import attend as hopper
+from sparse_mla.kernels.hopper.build import MANY_HEADS
 from sparse_mla.testing.inputs import make_problem
 
 
@@ -34,12 +35,12 @@ def test_division_by_multiplication(divisor: int) -> None:
     ],
 )
 def test_splits_keep_every_cluster_resident(items: int, tiles: int, splits: int) -> None:
-    assert hopper.choose_splits(items, tiles, 132) == splits
+    assert hopper.choose_splits(MANY_HEADS, items, tiles, 132) == splits
 
 
 def test_fewer_multiprocessors_split_less() -> None:
-    assert hopper.choose_splits(15, 10, 78) == 4
-    assert hopper.choose_splits(40, 10, 78) == 1
+    assert hopper.choose_splits(MANY_HEADS, 15, 10, 78) == 4
+    assert hopper.choose_splits(MANY_HEADS, 40, 10, 78) == 1
 
 
 def test_batch_invariant_calls_are_never_shared_out() -> None:

@@ -9,8 +9,8 @@ from sparse_mla.cache import codec
 triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
 
+from sparse_mla.kernels.division import magic_division  # noqa: E402
 from sparse_mla.kernels.triton import numbers  # noqa: E402
-from sparse_mla.kernels.triton.launch import magic_division  # noqa: E402
 
 
 @triton.jit

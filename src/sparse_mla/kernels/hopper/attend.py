@@ -19,14 +19,12 @@ from torch import Tensor
 
 from sparse_mla.errors import UnsupportedError
 from sparse_mla.kernels.contract import HEAD_DIM, AttendCall, AttendOut, KeySet, Layout
-from sparse_mla.kernels.hopper.bodies import head_tiles
-from sparse_mla.kernels.hopper.build import RECORDS, Variant, function, launch
-from sparse_mla.kernels.hopper.few_heads import choose_few_heads_splits
+from sparse_mla.kernels.division import magic_division
+from sparse_mla.kernels.hopper.bodies import FEW_HEADS, Body, head_tiles
+from sparse_mla.kernels.hopper.build import MANY_HEADS, RECORDS, Variant, function, launch
 
 HEADS_OF_A_CTA = 64
 TILE_KEYS = 64
-CLUSTERS_OF_132 = {8: 15, 4: 30, 2: 66}
-"""Clusters of each size that are resident together on 132 multiprocessors (measured, H200)."""
 MAX_CACHE_BYTES = 2**35
 """Offsets of scales are 32-bit numbers of 8-byte units."""
 
@@ -133,14 +131,20 @@ def splits_of(call: AttendCall, num_sms: int) -> int:
     """CTAs that share each row of a call; 1 if its rows must not depend on their number."""
     if _batch_invariant(call):
         return 1
-    if _head_tiles(call):
-        return choose_few_heads_splits(call.num_tokens, _tiles(call), num_sms)
-    return choose_splits(call.num_tokens * _head_blocks(call), _tiles(call), num_sms)
+    body = FEW_HEADS if _head_tiles(call) else MANY_HEADS
+    return choose_splits(body, call.num_tokens * _head_blocks(call), _tiles(call), num_sms)
 
 
-def choose_splits(items: int, tiles: int, multiprocessors: int) -> int:
-    """CTAs that share one row: the largest cluster of which all rows are resident at once."""
-    for splits, clusters in CLUSTERS_OF_132.items():
+def choose_splits(body: Body, items: int, tiles: int, multiprocessors: int) -> int:
+    """CTAs that share one row: the largest cluster of which all rows are resident at once.
+
+    Args:
+        body: whose CTAs they are.
+        items: rows of the call, each with a block of heads.
+        tiles: 64-key tiles of the list widths; a CTA gets at least one of them.
+        multiprocessors: of the device.
+    """
+    for splits, clusters in body.clusters_of_132:
         if splits <= tiles and items * 132 <= clusters * multiprocessors:
             return splits
     return 1
@@ -229,12 +233,10 @@ def _key_arguments(keys: KeySet | None, readable: Tensor) -> _KeyArgs:
 def division(divisor: int) -> tuple[int, int]:
     """(mul, shift) with n // divisor == (n * mul >> 32) >> shift for 0 <= n < 2**31; (0, 0) for 1.
 
-    With l = ceil(log2 divisor), mul = ceil(2**(31+l) / divisor) errs by less than 2**(31+l) / 2**31.
+    That is `magic_division` without doubling n; a divisor of 1 leaves no shift to take it from.
     """
-    if divisor == 1:
-        return 0, 0
-    log = (divisor - 1).bit_length()
-    return -(-(2 ** (31 + log)) // divisor), log - 1
+    magic, shift = magic_division(divisor)
+    return (magic, shift - 1) if divisor > 1 else (0, 0)
 
 
 def _pointer(tensor: Tensor | None) -> int | None:

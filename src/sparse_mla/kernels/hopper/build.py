@@ -23,7 +23,12 @@ SHARED_BYTES = 231_680
 """Dynamic shared memory of a CTA; the source states the same number in its budget."""
 
 MANY_HEADS = Body(
-    "many heads", "attend.cu", ("arguments.cuh", "attend_parts.cuh", "wgmma.cuh"), 512, SHARED_BYTES
+    "many heads",
+    "attend.cu",
+    ("arguments.cuh", "attend_parts.cuh", "wgmma.cuh"),
+    512,
+    SHARED_BYTES,
+    ((8, 15), (4, 30), (2, 66)),
 )
 
 _KINDS = {MXFP8: 0, MXFP8_PLANAR: 0, NVFP4: 1, NVFP4_PLANAR: 1, V4: 2}

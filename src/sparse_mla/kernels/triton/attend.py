@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from sparse_mla.kernels.contract import AttendCall, AttendOut, KeySet, Layout
+from sparse_mla.kernels.division import magic_division
 from sparse_mla.kernels.triton.attend_kernel import attend_kernel
 from sparse_mla.kernels.triton.configs import AttendConfig, attend_config, attend_splits
-from sparse_mla.kernels.triton.launch import compile_mode, device_facts, magic_division
+from sparse_mla.kernels.triton.launch import compile_mode, device_facts
 
 LOG2E = 1.4426950408889634
 

@@ -8,8 +8,8 @@ import triton.language as tl
 from torch import Tensor
 
 from sparse_mla.cache.paged import PagedCache
+from sparse_mla.kernels.division import magic_division
 from sparse_mla.kernels.triton.configs import GATHER_ROWS
-from sparse_mla.kernels.triton.launch import magic_division
 from sparse_mla.kernels.triton.rows import load_raw, widen
 
 DIM = tl.constexpr(512)

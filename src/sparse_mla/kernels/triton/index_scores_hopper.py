@@ -110,7 +110,7 @@ def layouts(record: RecordFormat, heads: int) -> Layouts:
 
 @gluon.jit
 def _quotient(value, magic, shift):
-    """int32 `value // divisor`, value >= 0; see `launch.magic_division`."""
+    """int32 `value // divisor`, value >= 0; see `kernels.division`."""
     doubled = (value << 1).to(gl.uint32, bitcast=True)
     return (gl.umulhi(doubled, magic.to(gl.uint32)) >> shift.to(gl.uint32)).to(
         gl.int32, bitcast=True

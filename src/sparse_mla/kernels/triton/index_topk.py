@@ -20,6 +20,7 @@ import torch
 import triton
 from torch import Tensor
 
+from sparse_mla.kernels.division import magic_division
 from sparse_mla.kernels.index_contract import IndexTopkCall, IndexTopkOut
 from sparse_mla.kernels.triton.index_scores import row_scores_kernel, shared_scores_kernel
 from sparse_mla.kernels.triton.index_select import (
@@ -32,7 +33,6 @@ from sparse_mla.kernels.triton.launch import (
     compile_mode,
     device_facts,
     gluon_available,
-    magic_division,
 )
 
 SCORE_SCRATCH_BYTES = 128 << 20

@@ -90,7 +90,7 @@ mov.b32 $0, {lo, hi};
 
 @triton.jit
 def quotient(value, magic, shift):
-    """int32 `value // divisor`, value >= 0, without a division; see `launch.magic_division`."""
+    """int32 `value // divisor`, value >= 0, without a division; see `kernels.division`."""
     doubled = (value << 1).to(tl.uint32, bitcast=True)
     high = tl.umulhi(doubled, magic.to(tl.uint32)) >> shift.to(tl.uint32)
     return high.to(tl.int32, bitcast=True)

@@ -25,7 +25,7 @@ from sparse_mla.kernels.triton.numbers import (
 def row_offsets(
     slots,  # int32 [N], every one a valid slot
     page_rows,  # int32
-    page_magic,  # int64, with page_shift: division by page_rows, see `launch.magic_division`
+    page_magic,  # int64, with page_shift: division by page_rows, see `kernels.division`
     page_shift,  # int32
     page_stride,  # int64, units of 16 bytes between pages (so that alignment is visible)
     RECORD: tl.constexpr,  # RecordFormat

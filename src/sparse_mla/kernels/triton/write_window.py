@@ -5,8 +5,9 @@ from __future__ import annotations
 from torch import Tensor
 
 from sparse_mla.cache.paged import PagedCache
+from sparse_mla.kernels.division import magic_division
 from sparse_mla.kernels.triton.configs import WRITE_ROWS, WRITE_WARPS
-from sparse_mla.kernels.triton.launch import compile_mode, device_facts, magic_division
+from sparse_mla.kernels.triton.launch import compile_mode, device_facts
 from sparse_mla.kernels.triton.write_kernel import write_kernel
 from sparse_mla.kernels.write_contract import WriteWindowCall
 
