@@ -133,10 +133,10 @@ def launch_of(call: AttendCall, config: AttendConfig | None, splits: int) -> Lau
     return Launch(config, splits, partial, rows * 512, arrivals)
 
 
-def check(case: Case, config: AttendConfig | None = None, splits: int = 1) -> None:
-    """The oracle on a small problem of the same kind; raises if it does not hold."""
-    problem = make_problem(
-        tokens=min(case.tokens, 4),
+def ragged_problem(case: Case, most_tokens: int) -> AttendProblem:
+    """A problem of a case's kind with holes and lengths, small enough for the oracle."""
+    return make_problem(
+        tokens=min(case.tokens, most_tokens),
         heads=case.heads,
         window_keys=case.window_keys,
         compressed_keys=case.compressed_keys,
@@ -146,6 +146,11 @@ def check(case: Case, config: AttendConfig | None = None, splits: int = 1) -> No
         hole_probability=0.1,
         device="cuda",
     )
+
+
+def check(case: Case, config: AttendConfig | None = None, splits: int = 1) -> None:
+    """The oracle on a small problem of the same kind; raises if it does not hold."""
+    problem = ragged_problem(case, 4)
     call, out = problem.call(), problem.allocate_out(fp8=True, layout=Layout.CHUNK_INTERLEAVED)
     launch_attend(call, out, launch_of(call, config, splits))
     assert_matches_oracle(call, out, TENSOR_CORE_BODY)

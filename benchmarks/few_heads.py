@@ -10,14 +10,13 @@ from pathlib import Path
 
 import common
 import torch
-from attend import Case, build
+from attend import Case, build, ragged_problem
 
 from sparse_mla.cache.records import MXFP8, NVFP4, V4
 from sparse_mla.kernels.contract import Layout
 from sparse_mla.kernels.hopper import attend as hopper
 from sparse_mla.testing import peer
 from sparse_mla.testing.compare import TENSOR_CORE_BODY, assert_matches_oracle
-from sparse_mla.testing.inputs import make_problem
 
 TOKENS = (1, 32, 64, 128, 512)
 RECORDS = ((MXFP8, MXFP8), (MXFP8, NVFP4), (V4, V4))
@@ -25,17 +24,7 @@ RECORDS = ((MXFP8, MXFP8), (MXFP8, NVFP4), (V4, V4))
 
 def check(case: Case) -> None:
     """The oracle on a ragged problem of the same kind, several rows a CTA if the case has that many."""
-    problem = make_problem(
-        tokens=min(case.tokens, 150),
-        heads=case.heads,
-        window_keys=case.window_keys,
-        compressed_keys=case.compressed_keys,
-        window_record=case.window,
-        compressed_record=case.compressed,
-        lengths="random",
-        hole_probability=0.1,
-        device="cuda",
-    )
+    problem = ragged_problem(case, 150)
     call, out = problem.call(), problem.allocate_out(fp8=True, layout=Layout.CHUNK_INTERLEAVED)
     hopper.attend(call, out)
     assert_matches_oracle(call, out, TENSOR_CORE_BODY)

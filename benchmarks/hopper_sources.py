@@ -15,7 +15,7 @@ from pathlib import Path
 
 import common
 import torch
-from attend import Case, build
+from attend import Case, build, ragged_problem
 
 from sparse_mla.cache.records import MXFP8, NVFP4, V4, RecordFormat
 from sparse_mla.kernels.contract import Layout
@@ -23,7 +23,6 @@ from sparse_mla.kernels.hopper import attend as host
 from sparse_mla.kernels.hopper import build as builder
 from sparse_mla.kernels.hopper.bodies import Body
 from sparse_mla.testing.compare import TENSOR_CORE_BODY, assert_matches_oracle
-from sparse_mla.testing.inputs import make_problem
 
 LANDED = builder.MANY_HEADS
 CASES = {
@@ -69,17 +68,7 @@ def use(body: Body) -> None:
 
 def check(window: RecordFormat, compressed: RecordFormat, tokens: int, invariant: bool) -> None:
     """The oracle and bitwise equal repeats; raises if either does not hold."""
-    problem = make_problem(
-        tokens=tokens,
-        heads=64,
-        window_keys=128,
-        compressed_keys=512,
-        window_record=window,
-        compressed_record=compressed,
-        lengths="random",
-        hole_probability=0.1,
-        device="cuda",
-    )
+    problem = ragged_problem(Case(tokens, 64, window, compressed), tokens)
     call = replace(problem.call(), batch_invariant=invariant)
     out = problem.allocate_out(fp8=True, layout=Layout.CHUNK_INTERLEAVED)
     host.attend(call, out)

@@ -14,7 +14,12 @@ from sparse_mla.cache.records import KV_RECORDS, MXFP8, V4
 from sparse_mla.kernels.contract import KeySet, Layout
 from sparse_mla.kernels.reference.attend import attend, attend_exact
 from sparse_mla.kernels.reference.attend_alternative import attend_alternative
-from sparse_mla.testing.compare import FLOAT32_BODY, assert_matches_oracle, compare_with_oracle
+from sparse_mla.testing.compare import (
+    FLOAT32_BODY,
+    assert_matches_oracle,
+    compare_with_oracle,
+    same_bits,
+)
 from sparse_mla.testing.inputs import make_problem
 
 
@@ -145,3 +150,18 @@ def test_comparison_notices_faults():
     assert not judged(lambda out: out.lse.add_(2e-4))
     assert not judged(lambda out: out.lse.mul_(1 / math.log(2)))
     assert not judged(lambda out: out.max_logits[0].fill_(torch.inf))
+
+
+def test_same_bits_sees_every_part_of_an_output() -> None:
+    problem = make_problem(tokens=2, heads=8)
+    one = problem.allocate_out(fp8=True)
+    two = problem.allocate_out(fp8=True)
+    attend(problem.call(), one)
+    attend(problem.call(), two)
+    assert same_bits(one, two)
+    for part in (two.data.view(torch.uint8), two.lse, two.max_logits, two.scales):
+        assert part is not None
+        kept = part.clone()
+        part[(0,) * part.ndim] += 1
+        assert not same_bits(one, two)
+        part.copy_(kept)

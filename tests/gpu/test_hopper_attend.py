@@ -9,7 +9,7 @@ import torch
 
 from sparse_mla.kernels.contract import AttendCall, AttendOut, Layout
 from sparse_mla.kernels.hopper.attend import attend
-from sparse_mla.testing.compare import TENSOR_CORE_BODY, assert_matches_oracle
+from sparse_mla.testing.compare import TENSOR_CORE_BODY, assert_matches_oracle, same_bits
 from sparse_mla.testing.inputs import AttendProblem, make_problem
 
 _HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -26,17 +26,6 @@ def run(problem: AttendProblem, call: AttendCall | None = None, **out_options: A
     attend(call or problem.call(), out)
     torch.cuda.synchronize()
     return out
-
-
-def bits(out: AttendOut) -> list[torch.Tensor]:
-    """Everything that was written, as integers."""
-    found = [out.data.view(torch.uint8)]
-    found += [t.view(torch.int32) for t in (out.lse, out.max_logits) if t is not None]
-    return found if out.scales is None else [*found, out.scales]
-
-
-def same(left: AttendOut, right: AttendOut) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(bits(left), bits(right), strict=True))
 
 
 @pytest.mark.parametrize("fp8", [True, False], ids=["fp8", "bf16"])
@@ -120,7 +109,7 @@ def test_twenty_repeats_are_bitwise_equal(tokens: int) -> None:
     problem = make_problem(tokens=tokens, heads=64, compressed_keys=512, device="cuda", **RAGGED)
     first = run(problem, fp8=True)
     for _ in range(19):
-        assert same(first, run(problem, fp8=True))
+        assert same_bits(first, run(problem, fp8=True))
 
 
 def test_many_tokens_equal_the_rows_alone() -> None:
@@ -144,7 +133,7 @@ def test_a_graph_replays_what_eager_writes() -> None:
         out.data.fill_(0xFF)
         graph.replay()
         torch.cuda.synchronize()
-        assert same(eager, out)
+        assert same_bits(eager, out)
 
 
 @pytest.mark.slow
@@ -156,4 +145,4 @@ def test_twenty_thousand_launches_do_not_hang() -> None:
     for _ in range(20_000):
         attend(call, out)
     torch.cuda.synchronize()
-    assert same(first, out)
+    assert same_bits(first, out)

@@ -10,7 +10,7 @@ import torch
 
 from sparse_mla.kernels.contract import AttendCall, AttendOut, Layout
 from sparse_mla.kernels.hopper import attend as hopper
-from sparse_mla.testing.compare import TENSOR_CORE_BODY, assert_matches_oracle
+from sparse_mla.testing.compare import TENSOR_CORE_BODY, assert_matches_oracle, same_bits
 from sparse_mla.testing.inputs import AttendProblem, make_problem
 
 _HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -37,17 +37,6 @@ def run(problem: AttendProblem, call: AttendCall | None = None, **out_options: A
     hopper.attend(call or problem.call(), out)
     torch.cuda.synchronize()
     return out
-
-
-def bits(out: AttendOut) -> list[torch.Tensor]:
-    """Everything that was written, as integers."""
-    found = [out.data.view(torch.uint8)]
-    found += [t.view(torch.int32) for t in (out.lse, out.max_logits) if t is not None]
-    return found if out.scales is None else [*found, out.scales]
-
-
-def same(left: AttendOut, right: AttendOut) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(bits(left), bits(right), strict=True))
 
 
 @pytest.mark.parametrize("heads", [8, 16, 24, 32])
@@ -158,7 +147,7 @@ def test_twenty_repeats_are_bitwise_equal(tokens: int, heads: int) -> None:
     problem = make_problem(tokens=tokens, heads=heads, compressed_keys=512, device="cuda", **RAGGED)
     first = run(problem, fp8=True)
     for _ in range(19):
-        assert same(first, run(problem, fp8=True))
+        assert same_bits(first, run(problem, fp8=True))
 
 
 @pytest.mark.parametrize("heads", [8, 32])
@@ -200,7 +189,7 @@ def test_a_graph_replays_what_eager_writes() -> None:
         out.data.fill_(0xFF)
         graph.replay()
         torch.cuda.synchronize()
-        assert same(eager, out)
+        assert same_bits(eager, out)
 
 
 @pytest.mark.slow
@@ -213,4 +202,4 @@ def test_twenty_thousand_launches_do_not_hang(heads: int) -> None:
     for _ in range(20_000):
         hopper.attend(call, out)
     torch.cuda.synchronize()
-    assert same(first, out)
+    assert same_bits(first, out)

@@ -128,6 +128,17 @@ def assert_matches_oracle(
     return result
 
 
+def same_bits(left: AttendOut, right: AttendOut) -> bool:
+    """Whether two outputs of one shape and kind hold the same bits, statistics and scales included."""
+    return all(torch.equal(a, b) for a, b in zip(_bits(left), _bits(right), strict=True))
+
+
+def _bits(out: AttendOut) -> list[Tensor]:
+    found = [out.data.view(torch.uint8)]
+    found += [t.view(torch.int32) for t in (out.lse, out.max_logits) if t is not None]
+    return found if out.scales is None else [*found, out.scales]
+
+
 def output_values(out: AttendOut) -> Tensor:
     """float32 [T, H, 512] in standard order, whatever the output's format and layout."""
     if out.scales is None:
