@@ -22,10 +22,10 @@ from sparse_mla.testing.inputs import make_problem
 
 NVCC = shutil.which("nvcc")
 VARIANTS = {
-    "8 heads": (Variant(MXFP8, MXFP8, 1, True, True, False, 1), 144),
+    "8 heads": (Variant(MXFP8, MXFP8, 1, True, True, False, 1), 32),
     "16 heads, nvfp4": (Variant(MXFP8, NVFP4, 1, True, False, False, 2), 32),
     "24 heads, planar split": (Variant(MXFP8_PLANAR, MXFP8_PLANAR, 8, True, True, True, 3), 64),
-    "8 heads, v4": (Variant(V4, V4, 3, False, False, False, 1), 144),
+    "8 heads, v4": (Variant(V4, V4, 3, False, False, False, 1), 32),
     "32 heads": (Variant(MXFP8, MXFP8, 1, True, True, False, 4), 420),
 }
 """Variant and the bytes that it may spill."""

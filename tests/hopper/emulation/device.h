@@ -79,8 +79,10 @@ static inline void __syncthreads() { gather(0, block_threads, false); }
 template <int ID> static inline void meet() { gather(ID, 256, false); }
 template <int ID> static inline bool meet_or(bool x) { return gather(ID, 256, x); }
 static inline void cluster_arrive() { cur->cluster_gen = cluster_gen; if (++cluster_count == total_threads) { cluster_count = 0; cluster_gen++; } }
+static inline void cluster_arrive_relaxed() { cluster_arrive(); }
 static inline void cluster_wait() { const int g = cur->cluster_gen; until([=] { return cluster_gen != g; }); }
 static inline void fence_barriers() {}
+static inline void fence_copies() {}
 template <int N> static inline void set_registers_up() {}
 template <int N> static inline void set_registers_down() {}
 
@@ -106,10 +108,9 @@ static inline void store_float2(uint32_t a, float x, float y) { put<float2>(a, {
 static inline void store_float4(uint32_t a, float x, float y, float z, float w) { put<float4>(a, {x, y, z, w}); }
 static inline float load_float(uint32_t a) { return get<float>(a); }
 static inline float2 load_float2(uint32_t a) { return get<float2>(a); }
+static inline float4 load_float4(uint32_t a) { return get<float4>(a); }
 static inline uint4 load_global16(const void* p) { if ((uintptr_t)p % 16) fail("unaligned query"); uint4 v; memcpy(&v, p, 16); return v; }
 static inline uint32_t remote(uint32_t a, int rank) { return a | (uint32_t)(rank + 1) << 24; }
-static inline float2 load_remote2(uint32_t a) { return get<float2>(a); }
-static inline float4 load_remote4(uint32_t a) { return get<float4>(a); }
 
 static inline Barrier& barrier_at(Block* c, uint32_t b) { auto i = c->bars.find(b); if (i == c->bars.end()) fail("no barrier at %u", b); return i->second; }
 static inline void settle(Barrier& x) { if (x.pending < 0) fail("too many arrivals"); if (x.pending == 0 && x.tx == 0) { x.phase ^= 1; x.pending = x.count; } }
@@ -122,6 +123,13 @@ static inline void copy_row(uint32_t to, const void* from, uint32_t bytes, uint3
   const uint8_t* f = (const uint8_t*)from;
   copies.push_back({cur->cta, to, std::vector<uint8_t>(f, f + bytes), barrier, rand() % 40});
 }
+static inline void send4(uint32_t to, float x, float y, float z, float w, uint32_t barrier) {
+  at(to, 16);
+  if (to >> 24 != barrier >> 24) fail("barrier of another block");
+  const float4 v = {x, y, z, w}; const uint8_t* f = (const uint8_t*)&v;
+  copies.push_back({cluster[(to >> 24) - 1], to & 0xffffff, std::vector<uint8_t>(f, f + 16), barrier & 0xffffff, rand() % 40});
+}
+static inline void wait_for_cluster(uint32_t b, uint32_t parity) { wait(b, parity); }
 static inline void copies_land(bool all) {
   for (size_t i = 0; i < copies.size();) {
     Copy& c = copies[i];

@@ -12,12 +12,12 @@ from pathlib import Path
 SOURCE_FOLDER = Path(__file__).parent
 HEADS_OF_A_TILE = 8
 """Heads are padded to a multiple of it by `few_heads.cu`."""
-MOST_TOKENS_OF_FEW_HEADS: dict[int, int | None] = {8: None, 16: None, 24: None, 32: 66}
+MOST_TOKENS_OF_FEW_HEADS: dict[int, int | None] = {8: None, 16: None, 24: None, 32: None}
 """Padded heads and the most tokens for which `few_heads.cu` is the faster body; None = any number, not listed = none.
 
-Measured on an H200 (docs/performance.md, 528-byte rows, T = 32 / 64 / 128 / 512): 8 heads 13.6 / 17.6 / 24.0 / 65.9 us,
-16 heads 14.9 / 17.9 / 25.0 / 72.4, 32 heads 20.6 / 26.9 / 38.9 / 121.0; 64 heads in `attend.cu` 24.4 / 27.2 / 35.9 / 124.5.
-24 heads lie between. Calls of 32 heads with a few hundred tokens would gain 3 %.
+Measured on an H200 (docs/performance.md, 528-byte rows, T = 1 / 32 / 64 / 128 / 512): 8 heads 7.0 / 11.9 / 14.7 / 20.3 / 60.1 us,
+16 heads 8.6 / 13.4 / 16.2 / 21.6 / 67.8, 32 heads 13.5 / 20.2 / 25.7 / 35.0 / 119.0; 64 heads in `attend.cu`
+17.3 / 23.4 / 24.8 / 35.7 / 128.9. So 32 heads lose 4 % around 64 tokens. 24 heads were not timed.
 """
 
 

@@ -9,13 +9,16 @@
 //   values    warps 8..15: warp w owns 64 output dims, O^T [64 x heads] += V^T P^T over the blocks of a tile, and
 //             writes them.
 //   producers warps 16..19: one bulk copy a row into the ring, as far ahead as it has room, also for the next token.
-// SPLITS > 1: a cluster shares the blocks of one token; partial sums are read from distributed shared memory in rank
-// order.
+// Only scores and producers look at lengths; the value role is told each tile's Work.
+// SPLITS > 1: a cluster shares the blocks of one token. Each CTA sends its partial sums to the CTA that writes those
+// outputs, which adds them in rank order. A barrier there counts the bytes: a barrier of the cluster with release would
+// wait for everything on its way to global memory.
 //
-// Budget of a CTA (checked by tests/hopper/test_few_heads.py): 640 threads, registers by role, see below; spills at most
-// 144 bytes (25 to 32 heads: 420), outside the products.
-// A tile of 128 rows of 528 bytes: about 450 instructions a score warp and 450 a value warp; conversions take 1,300 clocks
-// of each scheduler (2.5 each), matrix products 900 (7 each) for each 8 heads; HBM needs 3,900.
+// Budget of a CTA (checked by tests/hopper/test_few_heads.py):
+//   threads 640: 8 score warps, 8 value warps, 4 producer warps; registers by role, see below
+//   spills at most 120 bytes (25 to 32 heads: 420), outside the products
+//   tile of 128 rows of 528 bytes, each scheduler: conversions 1,300 clocks (512 of 2.5), products 900 for each 8 heads
+//   (128 of 7), about 2,500 issue slots; HBM needs 3,900 clocks
 //
 // Fragments (lane = 4 g + t)
 //   scores   A rows g and g + 8 are keys 2 pi(g) and 2 pi(g) + 1, pi swaps bits 0 and 1: no bank conflicts. Of each
@@ -33,14 +36,16 @@
 #define HAS_NVFP4 (A_KIND == KIND_NVFP4 || B_KIND == KIND_NVFP4)
 #define A_PLANAR (A_SCALE_STRIDE != A_ROW_UNITS * 16)
 #define B_PLANAR (B_SCALE_STRIDE != B_ROW_UNITS * 16)
+// Bulk copies of one record may then land where a table or scales of the other were stored.
+#define MIXED (A_KIND != B_KIND || A_PLANAR != B_PLANAR)
 
 constexpr int BLOCKS = 8, THREADS = 640;     // blocks of a tile, each scored by one warp
 constexpr int HEADS = 8 * HEAD_TILES;
 constexpr bool QUERY_IN_REGISTERS = HEAD_TILES == 1;
 constexpr int CHAINS = HEAD_TILES == 1 ? 4 : HEAD_TILES == 2 ? 2 : 1;   // independent accumulators of a score
 constexpr int ENTRY_REGISTERS = 96;          // of 65,536 over 640 threads
-constexpr int SCORE_REGISTERS = HEAD_TILES == 1 ? 136 : HEAD_TILES == 2 ? 120 : 104;
-constexpr int VALUE_REGISTERS = HEAD_TILES == 1 ? 88 : HEAD_TILES == 2 ? 104 : 120;
+constexpr int SCORE_REGISTERS = HEAD_TILES == 1 ? 152 : HEAD_TILES == 4 ? 104 : 120;
+constexpr int VALUE_REGISTERS = HEAD_TILES == 1 ? 72 : HEAD_TILES == 4 ? 120 : 104;
 constexpr int PRODUCER_REGISTERS = 32;
 static_assert(2 * (SCORE_REGISTERS + VALUE_REGISTERS) + PRODUCER_REGISTERS <= 5 * ENTRY_REGISTERS, "registers of a CTA");
 constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
@@ -67,33 +72,39 @@ constexpr int SUMS = TILE_MAX + BLOCKS * HEAD_BYTES;         // [block][head] f3
 constexpr int TRUE_MAX = SUMS + BLOCKS * HEAD_BYTES;         // [block][head] f32, likewise
 constexpr int MAXIMUM = TRUE_MAX + BLOCKS * HEAD_BYTES;      // [head] f32, the reference
 constexpr int FACTORS = MAXIMUM + HEAD_BYTES;                // [2][head] f32, of what was summed before a tile
-constexpr int FINAL = FACTORS + 2 * HEAD_BYTES;              // [2][head] float4: maximum, sum, true maximum of a token
-constexpr int MOVED = FINAL + 8 * HEAD_BYTES;                // [2] u32, whether FACTORS count
-constexpr int WEIGHTS_FULL = MOVED + 8;                      // [2]
+constexpr int FINAL = FACTORS + 2 * HEAD_BYTES;              // [2][head] of a token: weight, position; SPLITS > 1: [rank][head] maximum, sum, true maximum
+constexpr int TILE = FINAL + 4 * HEAD_BYTES * (SPLITS > 1 ? SPLITS : 2);  // [2] u32, Work of a tile for the value role
+constexpr int WEIGHTS_FULL = TILE + 8;                       // [2]
 constexpr int WEIGHTS_EMPTY = WEIGHTS_FULL + 16;             // [2]
-constexpr int FINAL_FULL = WEIGHTS_EMPTY + 16;               // [2]
+constexpr int FINAL_FULL = WEIGHTS_EMPTY + 16;               // [2]; SPLITS > 1: what the cluster sends counts on the first
 constexpr int FULL = FINAL_FULL + 16;                        // [ring]
 constexpr int MAX_RING = 32;
 constexpr int EMPTY = FULL + 8 * MAX_RING;                   // [ring]
 constexpr int VALID = EMPTY + 8 * MAX_RING;                  // [ring] u32, a bit a row
-constexpr int ROWS = (VALID + 4 * MAX_RING + 127) & ~127;    // the ring
+// SPLITS > 1: partial sums that the cluster sends. A unit is (64 dims, head tile, even or odd heads), 1 KB.
+constexpr int UNITS = 16 * HEAD_TILES;                       // unit u is written by rank u % SPLITS
+constexpr int PARTS = (VALID + 4 * MAX_RING + 127) & ~127;   // [own unit][rank] f32
+constexpr int PARTS_BYTES = SPLITS > 1 ? (UNITS + SPLITS - 1) / SPLITS * SPLITS * 1024 : 0;
+constexpr bool OWN_SPACE = HEAD_TILES <= 2;                  // else parts lie over the ring, once no CTA uses it
+constexpr int ROWS = PARTS + (OWN_SPACE ? PARTS_BYTES : 0);  // the ring
 constexpr int FITTING = (232448 - ROWS) / BLOCK_BYTES, RING = FITTING < MAX_RING ? FITTING : MAX_RING;
 static_assert(RING >= 2 * BLOCKS, "two tiles at least");
-[[maybe_unused]] constexpr int PARTIAL = ROWS;                // SPLITS > 1: the accumulator, for the other CTAs of the cluster
-static_assert(HEADS * 2048 <= RING * BLOCK_BYTES, "partial sums fit");
+static_assert(OWN_SPACE || PARTS_BYTES <= RING * BLOCK_BYTES, "parts fit");
 
 __device__ __align__(16) uint8_t zero_row[640];   // stands for rows that no valid slot names
 
 DI const float* rope_row(const Args& p, int position) { return p.rope + (int64_t)min(max(position, 0), p.rope_rows - 1) * 64; }
 
 // ---------------------------------------------------------------- work of a CTA
-// A tile: number of blocks, how many of them are of the window, whether it is the token's last one, whether it is one.
+// A tile: number of blocks, how many of them are of the window, whether it is the token's last one, whether it is one,
+// whether maxima moved.
 struct Work {
   uint32_t bits;
   DI int blocks() const { return bits & 15; }
   DI int window() const { return (bits >> 4) & 15; }
   DI bool last() const { return bits & 256; }
   DI bool exists() const { return bits & 512; }
+  DI bool moved() const { return bits & 1024; }
 };
 
 struct Cursor {
@@ -115,6 +126,11 @@ struct Cursor {
     const int blocks = window_blocks + ((compressed_keys + 15) >> 4);
     at = rank * blocks / SPLITS; end = (rank + 1) * blocks / SPLITS;
   }
+  // Begins an item whose lengths have been asked for.
+  DI void begin(const Args& p, int number, int rank, int step) {
+    enter(p, number, rank, next_window, next_compressed);
+    ask(p, number + step);
+  }
   // Where the slot of row `row` of block `block` of the item is, null if there is no such key.
   DI const int* slot_of(const Args& p, int block, int row) const {
     const bool compressed = block >= window_blocks;
@@ -132,9 +148,7 @@ struct Cursor {
     at += BLOCKS;
     if (at >= end) {
       w.bits |= 256;
-      const int number = item + step;
-      enter(p, number, rank, next_window, next_compressed);
-      ask(p, number + step);
+      begin(p, item + step, rank, step);
     }
     return w;
   }
@@ -145,17 +159,9 @@ struct Ring {
   int place; uint32_t round;
   DI Ring ahead(int n) const { Ring r = {place + n, round}; if (r.place >= RING) { r.place -= RING; r.round ^= 1; } return r; }
 };
-DI Cursor start(const Args& p, int item, int rank, int step) {
-  Cursor c;
-  c.ask(p, item);
-  c.enter(p, item, rank, c.next_window, c.next_compressed);
-  c.ask(p, item + step);
-  return c;
-}
 DI int position_of(const Args& p, int item) { return p.positions && item < p.tokens ? __ldg(p.positions + (int64_t)item * p.position_step) : 0; }
 
 // ---------------------------------------------------------------- scales
-DI uint32_t pair_scale(uint32_t a, uint32_t b, int byte) { return pack_f16(ue8m0((a >> (8 * byte)) & 255), ue8m0((b >> (8 * byte)) & 255)); }
 // Word of a key pair and, for scores, of this lane's group of the first 64 dims; the next 64 dims are 4 bytes on.
 // MXFP8: [pair 8][odd group 2][64 dims 8 ^ 4 (pair / 2 & 1)]; NVFP4: [pair 8, 144 B][group 4][64 dims 8]; V4: [pair 8][64 dims 8].
 template <int KIND> DI uint32_t table_word(int pair, int group, int dims64) {
@@ -170,11 +176,11 @@ template <int KIND> DI void fill_table(uint32_t block, uint32_t table, int lane)
   const uint32_t from = block + R::SCALES + 2 * pair * R::PITCH;
   if (KIND == KIND_MXFP8) {
     const uint32_t a = load_shared4(from + 4 * quarter), b = load_shared4(from + R::PITCH + 4 * quarter);
-    store_shared8(table + table_word<KIND>(pair, 0, 2 * quarter), pair_scale(a, b, 0), pair_scale(a, b, 2));
-    store_shared8(table + table_word<KIND>(pair, 1, 2 * quarter), pair_scale(a, b, 1), pair_scale(a, b, 3));
+    store_shared8(table + table_word<KIND>(pair, 0, 2 * quarter), ue8m0_pair<0>(a, b), ue8m0_pair<2>(a, b));
+    store_shared8(table + table_word<KIND>(pair, 1, 2 * quarter), ue8m0_pair<1>(a, b), ue8m0_pair<3>(a, b));
   } else if (KIND == KIND_V4) {
     const uint32_t a = load_shared2(from + 2 * quarter), b = load_shared2(from + R::PITCH + 2 * quarter);
-    store_shared8(table + table_word<KIND>(pair, 0, 2 * quarter), pair_scale(a, b, 0), pair_scale(a, b, 1));
+    store_shared8(table + table_word<KIND>(pair, 0, 2 * quarter), ue8m0_pair<0>(a, b), ue8m0_pair<1>(a, b));
   } else {
     const uint2 a = load_shared8(from + 8 * quarter), b = load_shared8(from + R::PITCH + 8 * quarter);
     const uint32_t x0 = permute(a.x, b.x, 0x5140), x1 = permute(a.x, b.x, 0x7362), y0 = permute(a.y, b.y, 0x5140), y1 = permute(a.y, b.y, 0x7362);
@@ -189,34 +195,35 @@ DI uint32_t table_of(uint32_t base, bool nvfp4, uint32_t block, int parity, int 
 }
 
 // ---------------------------------------------------------------- producers
-struct Rows { uint32_t offset, scale_offset; bool ok; };   // units of 16 and 8 bytes
-
-// One lane, one row.
-template <int KIND, int UNITS, bool PLANAR> DI void copy_of(const KeyArgs& k, uint32_t block, Rows r, int row, uint32_t full) {
+// The 16 rows of a block, whose numbers in units of 16 and 8 bytes lanes `first` .. `first` + 15 hold.
+template <int KIND, int UNITS, bool PLANAR> DI void copy_block(const KeyArgs& k, uint32_t block, uint32_t full, int lane, int first, uint32_t valid, uint32_t offset, uint32_t scale_offset) {
   using R = Record<KIND>;
-  copy_row(block + row * R::PITCH, r.ok ? k.pages + (uint64_t)r.offset * 16 : zero_row, UNITS * 16, full);
+  if (lane == first) arrive_and_expect(full, 256 * UNITS);
+  __syncwarp();
+#pragma unroll
+  for (int i = 0; i < 16; i++) {
+    const uint64_t unit = uniform_least(lane == first + i ? offset : ~0u);
+    copy_row(block + i * R::PITCH, (valid >> i) & 1 ? k.pages + unit * 16 : zero_row, UNITS * 16, full);
+  }
+  const int row = lane - first;
+  if (row < 0 || row >= 16) return;
   if (PLANAR) {
-    const uint8_t* from = k.pages + (uint64_t)r.scale_offset * 8;
-    const uint32_t to = block + row * R::PITCH + R::SCALES;
-    if (KIND == KIND_V4) copy_async<8>(to, from, r.ok * 8);
-    else copy_async<16>(to, from, r.ok * 16);
-    if (KIND == KIND_NVFP4) copy_async<16>(to + 16, from + 16, r.ok * 16);
+    const uint8_t* from = k.pages + (uint64_t)scale_offset * 8;
+    const uint32_t to = block + row * R::PITCH + R::SCALES, ok = (valid >> row) & 1;
+    if (KIND == KIND_V4) copy_async<8>(to, from, ok * 8);
+    else copy_async<16>(to, from, ok * 16);
+    if (KIND == KIND_NVFP4) copy_async<16>(to + 16, from + 16, ok * 16);
     copies_arrive(full);
   } else if (A_PLANAR || B_PLANAR) arrive(full);
 }
 
-// Producer w copies blocks w and w + 4 of every tile, a lane one row.
-DI void produce(const Args& p, uint32_t base, int w, int lane, int rank, int step) {
-  const int number = w + 4 * (lane >> 4), row = lane & 15, item = blockIdx.x / SPLITS;
-  // The first slots are asked for as if every row were full, together with the lengths.
-  Cursor guess, cursor;
-  cursor.ask(p, item);
-  guess.enter(p, item, rank, p.a.width, p.b.width);
-  const int* from = guess.slot_of(p, guess.at + number, row);
-  int guessed = from ? __ldg(from) : -1;
-  cursor.enter(p, item, rank, cursor.next_window, cursor.next_compressed);
-  cursor.ask(p, item + step);
-  from = cursor.slot_of(p, cursor.at + number, row);
+// Producer w copies blocks w and w + 4 of every tile; a lane finds one row, of block `number` of a tile.
+DI int number_of(int w, int lane) { return w + 4 * (lane >> 4); }
+// `guessed`: the lane's first slot if every list is full as in `guess`, asked for together with the lengths.
+DI void produce(const Args& p, uint32_t base, int w, int lane, int rank, int step, Cursor cursor, const Cursor& guess, int guessed) {
+  const int number = number_of(w, lane), row = lane & 15;
+  cursor.begin(p, blockIdx.x / SPLITS, rank, step);
+  const int* from = cursor.slot_of(p, cursor.at + number, row);
   const bool right = cursor.at == guess.at && cursor.window_blocks == guess.window_blocks;
   int slot = !from ? -1 : right ? guessed : __ldg(from);
   Work work = cursor.next(p, rank, step);
@@ -227,28 +234,22 @@ DI void produce(const Args& p, uint32_t base, int w, int lane, int rank, int ste
     const int next_slot = from ? __ldg(from) : -1;
     const bool compressed = number >= work.window();
     const KeyArgs& k = compressed ? p.b : p.a;
-    Rows r;
-    r.ok = (uint32_t)slot < k.num_slots;
-    const uint32_t s = r.ok ? slot : 0, page = page_of(k, s), in_page = s - page * k.page_rows;
-    r.offset = page * (uint32_t)(k.page_stride >> 4) + in_page * (compressed ? B_ROW_UNITS : A_ROW_UNITS);
-    r.scale_offset = page * (uint32_t)(k.page_stride >> 3) + (uint32_t)(k.scale_base >> 3) + in_page * ((compressed ? B_SCALE_STRIDE : A_SCALE_STRIDE) / 8);
-    const uint32_t valid = __ballot_sync(~0u, r.ok);
-#pragma unroll
+    const bool ok = (uint32_t)slot < k.num_slots;
+    const uint32_t s = ok ? slot : 0, page = page_of(k, s), in_page = s - page * k.page_rows;
+    const uint32_t offset = page * (uint32_t)(k.page_stride >> 4) + in_page * (compressed ? B_ROW_UNITS : A_ROW_UNITS);
+    const uint32_t scale_offset = page * (uint32_t)(k.page_stride >> 3) + (uint32_t)(k.scale_base >> 3) + in_page * ((compressed ? B_SCALE_STRIDE : A_SCALE_STRIDE) / 8);
+    const uint32_t valid = __ballot_sync(~0u, ok);
+#pragma unroll 1
     for (int h = 0; h < 2; h++) {
       if (w + 4 * h >= work.blocks()) break;
       const Ring at = ring.ahead(w + 4 * h);
-      const uint32_t full = base + FULL + 8 * at.place, block = base + ROWS + at.place * BLOCK_BYTES;
-      const bool is_b = w + 4 * h >= work.window();
+      const uint32_t full = base + FULL + 8 * at.place, block = base + ROWS + at.place * BLOCK_BYTES, bits = (valid >> (16 * h)) & 0xffff;
       wait(base + EMPTY + 8 * at.place, at.round ^ 1);
-      if (lane == 16 * h) {
-        store_shared4(base + VALID + 4 * at.place, (valid >> (16 * h)) & 0xffff);
-        arrive_and_expect(full, 256 * (is_b ? B_ROW_UNITS : A_ROW_UNITS));
-      }
-      __syncwarp();
-      if ((lane >> 4) == h) {
-        if (is_b) copy_of<B_KIND, B_ROW_UNITS, B_PLANAR>(k, block, r, row, full);
-        else copy_of<A_KIND, A_ROW_UNITS, A_PLANAR>(k, block, r, row, full);
-      }
+      if (MIXED) fence_copies();
+      if (lane == 16 * h) store_shared4(base + VALID + 4 * at.place, bits);
+      if (!MIXED) copy_block<A_KIND, A_ROW_UNITS, A_PLANAR>(w + 4 * h >= work.window() ? p.b : p.a, block, full, lane, 16 * h, bits, offset, scale_offset);
+      else if (w + 4 * h >= work.window()) copy_block<B_KIND, B_ROW_UNITS, B_PLANAR>(p.b, block, full, lane, 16 * h, bits, offset, scale_offset);
+      else copy_block<A_KIND, A_ROW_UNITS, A_PLANAR>(p.a, block, full, lane, 16 * h, bits, offset, scale_offset);
       __syncwarp();
     }
     ring = ring.ahead(work.blocks());
@@ -263,11 +264,13 @@ DI void write_statistics(const Args& p, int token, int head, float m, float l, f
   if (p.lse) p.lse[at] = l > 0.f ? m * p.scale + (logf(l) - WEIGHT_SHIFT * LN2) : INF;
   if (WITH_MAX && p.max_logits) p.max_logits[at] = true_max * p.scale;
 }
+DI float sink_of(const Args& p, int head) { return p.sink && head < p.heads ? __ldg(p.sink + head) : -INF; }
 // What an accumulator is multiplied with, sink included; sums are relative to 2^(m c1 - WEIGHT_SHIFT).
-DI float weight_of(float m, float l, float sink, float c1) { return m == -INF ? 0.f : 1.f / (l + exp2_fast(sink * LOG2E - m * c1 + WEIGHT_SHIFT)); }
+DI float weight_of(float m, float l, float sink, float c1) { return m == -INF ? 0.f : reciprocal(l + exp2_fast(sink * LOG2E - m * c1 + WEIGHT_SHIFT)); }
 
-// Dims 64 w + 8 g .. + 7 of one head times `weight`; four lanes (g & ~3 ..) share a block of 32 dims.
-DI void store_head(const Args& p, int token, int head, float (&v)[8], float weight, const float* table, int w, int g) {
+// Dims 64 w + 8 g .. + 7 of one head times `weight`; four lanes (g & ~3 ..) share a block of 32 dims. head / heads_per_group
+// is head * group_mul >> 16.
+DI void store_head(const Args& p, int token, int head, float (&v)[8], float weight, const float* table, int w, int g, uint32_t group_mul) {
   if (table && w == 7) {       // rotate back
     const float4 c = __ldg((const float4*)(table + 4 * g)), s = __ldg((const float4*)(table + 32 + 4 * g));
     const float cs[4] = {c.x, c.y, c.z, c.w}, ss[4] = {s.x, s.y, s.z, s.w};
@@ -277,7 +280,7 @@ DI void store_head(const Args& p, int token, int head, float (&v)[8], float weig
       v[2 * i] = a * cs[i] + b * ss[i]; v[2 * i + 1] = b * cs[i] - a * ss[i];
     }
   }
-  const int hpg = p.heads_per_group, group = head / hpg, member = head - group * hpg, block = 2 * w + (g >> 2);
+  const int hpg = p.heads_per_group, group = head * group_mul >> 16, member = head - group * hpg, block = 2 * w + (g >> 2);
   const int64_t start = ((int64_t)token * p.heads + (OUT_CHUNKED ? group * hpg : head)) * 512;
   uint8_t* to = p.out + (start + (OUT_CHUNKED ? (block * hpg + member) * 32 + 8 * (g & 3) : 64 * w + 8 * g)) * (FP8_OUTPUT ? 1 : 2);
   const bool live = head < p.heads;
@@ -306,33 +309,55 @@ DI void store_head(const Args& p, int token, int head, float (&v)[8], float weig
 // ---------------------------------------------------------------- the kernel
 extern "C" __global__ void __launch_bounds__(THREADS, 1) attend(const __grid_constant__ Args p) {
   extern __shared__ __align__(128) uint8_t memory[];
-  const uint32_t base = shared_address(memory);
-  const int warp = uniform(threadIdx.x >> 5), lane = threadIdx.x & 31, rank = SPLITS == 1 ? 0 : blockIdx.x % SPLITS, step = gridDim.x / SPLITS;
-  if (threadIdx.x < RING) {
-    barrier_init(base + FULL + 8 * threadIdx.x, A_PLANAR || B_PLANAR ? 17 : 1);
-    barrier_init(base + EMPTY + 8 * threadIdx.x, 8);
-  } else if (threadIdx.x < RING + 2) {
-    const int i = threadIdx.x - RING;
-    barrier_init(base + WEIGHTS_FULL + 8 * i, 1);
-    barrier_init(base + WEIGHTS_EMPTY + 8 * i, 8);
-    barrier_init(base + FINAL_FULL + 8 * i, 32);
+  const uint32_t base = uniform_least(shared_address(memory));
+  const int warp = uniform(threadIdx.x >> 5), lane = __shfl_sync(~0u, threadIdx.x & 31, threadIdx.x & 31);
+  const int rank = SPLITS == 1 ? 0 : blockIdx.x % SPLITS, step = gridDim.x / SPLITS, item = blockIdx.x / SPLITS;
+  // Loads that others wait for are under way while barriers are made.
+  uint32_t query[HEAD_TILES][8];
+  int position = 0, guessed = -1;
+  Cursor cursor, guess;
+  if (warp < 8) {
+    position = position_of(p, item);
+    cursor.ask(p, item);
+    load_query(query, p, item, warp, lane >> 2, lane & 3);
+  } else if (warp >= 16) {
+    guess.enter(p, item, rank, p.a.width, p.b.width);
+    const int* from = guess.slot_of(p, guess.at + number_of(warp - 16, lane), lane & 15);
+    if (from) guessed = __ldg(from);
+    cursor.ask(p, item);
+  }
+#pragma unroll 1
+  for (int i = warp; i < RING + 2; i += THREADS / 32) {   // one lane each: barriers of a warp would wait for each other
+    if (lane > 0) continue;
+    if (i < RING) {
+      barrier_init(base + FULL + 8 * i, A_PLANAR || B_PLANAR ? 17 : 1);
+      barrier_init(base + EMPTY + 8 * i, 8);
+    } else {
+      barrier_init(base + WEIGHTS_FULL + 8 * (i - RING), 1);
+      barrier_init(base + WEIGHTS_EMPTY + 8 * (i - RING), 8);
+      barrier_init(base + FINAL_FULL + 8 * (i - RING), SPLITS == 1 ? 32 : 1);
+      if (SPLITS > 1 && i == RING) arrive_and_expect(base + FINAL_FULL, SPLITS * (16 * HEADS + (UNITS - rank + SPLITS - 1) / SPLITS * 1024));
+    }
   }
   fence_barriers();
   __syncthreads();
+  if (SPLITS > 1) cluster_arrive_relaxed();               // others may send from now on
   const float c1 = p.scale * LOG2E;
   if (warp < 8) {
     if (SCORE_REGISTERS > ENTRY_REGISTERS) set_registers_up<SCORE_REGISTERS>();
     else set_registers_down<SCORE_REGISTERS>();
-    Scores scores{p, base, warp, lane, lane >> 2, lane & 3, c1, GROWTH / c1};
-    scores.run(rank, step);
+    Scores scores{p, base, warp, lane, lane >> 2, lane & 3, c1, GROWTH / c1, SPLITS == 1 ? sink_of(p, lane) : 0.f};
+    scores.run(rank, step, cursor, query, position);
   } else if (warp < 16) {
     if (VALUE_REGISTERS > ENTRY_REGISTERS) set_registers_up<VALUE_REGISTERS>();
     else set_registers_down<VALUE_REGISTERS>();
-    Values values{p, base, warp - 8, lane, lane >> 2, lane & 3, c1};
+    Values values{p, base, warp - 8, lane, lane >> 2, lane & 3, c1, 65536u / p.heads_per_group + 1};
     values.run(rank, step);
   } else {
     set_registers_down<PRODUCER_REGISTERS>();
-    produce(p, base, warp - 16, lane, rank, step);
+    produce(p, base, warp - 16, lane, rank, step, cursor, guess, guessed);
   }
-  if (SPLITS > 1 && (warp < 8 || warp >= 16)) { cluster_arrive(); cluster_wait(); cluster_arrive(); cluster_wait(); }
+  __syncwarp();
+  if (SPLITS > 1 && warp >= 16) cluster_wait();           // the other roles do in their finish()
+  if (SPLITS > 1 && !OWN_SPACE && (warp < 8 || warp >= 16)) { cluster_arrive(); cluster_wait(); }
 }

@@ -155,6 +155,7 @@ struct Scores {
   uint32_t base;
   int warp, lane, g, t;
   float c1, threshold;
+  float sink;                  // of head `lane`
   Query q;
   float m[HEAD_TILES][2], l[HEAD_TILES][2], top[HEAD_TILES][2];  // reference and true maximum, sum, of heads 2 t, 2 t + 1
   float S[HEAD_TILES][4];
@@ -173,7 +174,7 @@ struct Scores {
       }
   }
   // All score warps: move the maxima of a tile and weigh again.
-  DI void move(bool active, int parity, bool first, float (&sum)[HEAD_TILES][2]) {
+  DI void move(bool active, int parity, float (&sum)[HEAD_TILES][2]) {
 #pragma unroll
     for (int n = 0; n < HEAD_TILES; n++)
 #pragma unroll
@@ -237,8 +238,10 @@ struct Scores {
       }
     return grew;
   }
-  // End of a token: its maximum and sums, for the value role.
-  DI void finish(int item, int parity) {
+  // End of a token: its maximum and sums, for the value role (of every CTA of the cluster).
+  DI void finish(int item, int position, int parity, int rank) {
+    __syncwarp();
+    if (SPLITS > 1) cluster_wait();          // the others have started
 #pragma unroll
     for (int n = 0; n < HEAD_TILES; n++)
 #pragma unroll
@@ -262,24 +265,31 @@ struct Scores {
 #pragma unroll
       for (int i = 0; i < BLOCKS; i++) { L += load_float(at + i * HEAD_BYTES); if (WITH_MAX) T = fmaxf(T, load_float(at + i * HEAD_BYTES + TRUE_MAX - SUMS)); }
       const float M = load_float(base + MAXIMUM + head * 4);
-      if (lane < HEADS) store_float4(base + FINAL + (parity * HEADS + head) * 16, M, L, T, 0.f);
-      arrive(base + FINAL_FULL + 8 * parity);
-      if (SPLITS == 1 && lane < HEADS) write_statistics(p, item, head, M, L, T);
+      if (SPLITS == 1) {
+        if (lane < HEADS) store_float2(base + FINAL + (parity * HEADS + head) * 16, weight_of(M, L, sink, c1), __int_as_float(position));
+        arrive(base + FINAL_FULL + 8 * parity);
+        if (lane < HEADS) write_statistics(p, item, head, M, L, T);
+      } else if (lane < HEADS) {
+#pragma unroll
+        for (int r = 0; r < SPLITS; r++) send4(remote(base + FINAL + (rank * HEADS + head) * 16, r), M, L, T, 0.f, remote(base + FINAL_FULL, r));
+      }
     }
   }
-  DI void run(int rank, int step) {
-    int item = blockIdx.x / SPLITS, position = position_of(p, item), parity = 0, item_parity = 0;
+  // `raw` and `position` are those of the CTA's first token, whose lengths `cursor` has asked for.
+  DI void run(int rank, int step, Cursor cursor, uint32_t (&raw)[HEAD_TILES][8], int position) {
+    int item = blockIdx.x / SPLITS, next_position = 0, parity = 0, item_parity = 0;
     uint32_t round = 1;          // parity of the weights' round that must be over
-    uint32_t raw[HEAD_TILES][8];
-    load_query(raw, p, item, warp, g, t);
-    Cursor cursor = start(p, item, rank, step);
+    cursor.begin(p, item, rank, step);
     Ring ring = {0, 0};
     q.at = base + QUERY + lane * 16;
     bool first = true;
-    for (Work work = cursor.next(p, rank, step); work.exists(); work = cursor.next(p, rank, step)) {
+    while (true) {
+      const Work work = cursor.next(p, rank, step);
+      wait(base + WEIGHTS_EMPTY + 8 * parity, round);
+      if (!work.exists()) break;
       if (first) {
         finish_query(raw, p, base, position, warp, lane);
-        position = position_of(p, item + step);
+        next_position = position_of(p, item + step);
         meet<1>();
         q.load();
 #pragma unroll
@@ -287,18 +297,17 @@ struct Scores {
 #pragma unroll
           for (int e = 0; e < 2; e++) { m[n][e] = -INF; l[n][e] = 0.f; top[n][e] = -INF; }
       }
-      wait(base + WEIGHTS_EMPTY + 8 * parity, round);
       const bool active = warp < work.blocks();
       const bool grew = active && score(work, ring, parity);
       float sum[HEAD_TILES][2];
-      bool moves = first;
+      bool moves = true;
       if (!first) {
         weigh(active, parity, sum);
         moves = meet_or<1>(grew);
       }
-      if (moves) move(active, parity, first, sum);
+      if (moves) move(active, parity, sum);
       if (warp == 0 && lane == 0) {
-        store_shared4(base + MOVED + 4 * parity, moves);
+        store_shared4(base + TILE + 4 * parity, work.bits | (moves ? 1024 : 0));
         arrive(base + WEIGHTS_FULL + 8 * parity);
       }
 #pragma unroll
@@ -306,11 +315,15 @@ struct Scores {
       first = work.last();
       if (first) {
         load_query(raw, p, item + step, warp, g, t);
-        finish(item, item_parity);
-        item += step; item_parity ^= 1;
+        finish(item, position, item_parity, rank);
+        item += step; item_parity ^= 1; position = next_position;
       }
       ring = ring.ahead(work.blocks());
       round ^= parity; parity ^= 1;
+    }
+    if (warp == 0 && lane == 0) {
+      store_shared4(base + TILE + 4 * parity, 0);
+      arrive(base + WEIGHTS_FULL + 8 * parity);
     }
   }
 };

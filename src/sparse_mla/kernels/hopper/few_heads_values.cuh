@@ -60,6 +60,7 @@ struct Values {
   uint32_t base;
   int warp, lane, g, t;
   float c1;
+  uint32_t group_mul;
   float acc[4][HEAD_TILES][4];
 
   DI void add(Work work, Ring ring, int parity) {
@@ -81,81 +82,88 @@ struct Values {
       if (empty == base + EMPTY + 8 * RING) { empty = base + EMPTY; block = base + ROWS; }
     }
   }
-  DI float sink_of(int head) const { return p.sink && head < p.heads ? __ldg(p.sink + head) : -INF; }
   DI void pick(float (&v)[8], int n, int e) const {
 #pragma unroll
     for (int i = 0; i < 4; i++) { v[2 * i] = e ? acc[i][n][1] : acc[i][n][0]; v[2 * i + 1] = e ? acc[i][n][3] : acc[i][n][2]; }
   }
 #if SPLITS == 1
-  DI void finish(int item, int position, int parity, uint32_t round, uint32_t weights_empty) {
+  DI void finish(int item, int parity, uint32_t round, uint32_t weights_empty) {
+    int position = 0;
     float weight[HEAD_TILES][2];
     wait(base + FINAL_FULL + 8 * parity, round);
 #pragma unroll
     for (int n = 0; n < HEAD_TILES; n++)
 #pragma unroll
       for (int e = 0; e < 2; e++) {
-        const int head = 8 * n + 2 * t + e;
-        const float2 x = load_float2(base + FINAL + (parity * HEADS + head) * 16);
-        weight[n][e] = weight_of(x.x, x.y, sink_of(head), c1);
+        const float2 x = load_float2(base + FINAL + (parity * HEADS + 8 * n + 2 * t + e) * 16);
+        weight[n][e] = x.x;
+        position = __float_as_int(x.y);
       }
     __syncwarp();
     if (lane == 0) arrive(weights_empty);
     const float* table = p.unrotate_output ? rope_row(p, position) : nullptr;
+    int even = 2 * t;
+    asm volatile("" : "+r"(even));   // addresses are found here, not kept in registers from token to token
 #pragma unroll
     for (int n = 0; n < HEAD_TILES; n++)
 #pragma unroll
       for (int e = 0; e < 2; e++) {
         float v[8];
         pick(v, n, e);
-        store_head(p, item, 8 * n + 2 * t + e, v, weight[n][e], table, warp, g);
+        store_head(p, item, 8 * n + even + e, v, weight[n][e], table, warp, g, group_mul);
       }
   }
 #else
-  // Parts are summed in rank order; units of (64 dims, head tile, even or odd heads) are shared out over ranks and warps.
-  DI void finish(int item, int position, int rank) {
-    wait(base + FINAL_FULL, 0);
-    meet<2>();                 // the ring is not read any more
+  // Sends the sums to those who write them; adds what this CTA was sent, a unit a warp, and writes it.
+  DI void finish(int item, int rank) {
+    const float* table = p.unrotate_output ? rope_row(p, position_of(p, item)) : nullptr;
+    __syncwarp();
+    cluster_wait();                          // the others have started
+    if (!OWN_SPACE) { cluster_arrive(); cluster_wait(); }   // no CTA uses its ring any more
 #pragma unroll
     for (int n = 0; n < HEAD_TILES; n++)
 #pragma unroll
       for (int e = 0; e < 2; e++) {
         float v[8];
         pick(v, n, e);
-        const uint32_t to = base + PARTIAL + ((warp * HEAD_TILES + n) * 2 + e) * 1024 + lane * 16;
-        store_float4(to, v[0], v[1], v[2], v[3]); store_float4(to + 512, v[4], v[5], v[6], v[7]);
+        const int unit = 2 * (warp * HEAD_TILES + n) + e, owner = unit % SPLITS;
+        const uint32_t to = remote(base + PARTS + (unit - owner + rank) * 1024 + lane * 16, owner), full = remote(base + FINAL_FULL, owner);
+        send4(to, v[0], v[1], v[2], v[3], full); send4(to + 512, v[4], v[5], v[6], v[7], full);
       }
-    const float* table = p.unrotate_output ? rope_row(p, position) : nullptr;
-    cluster_arrive(); cluster_wait();
-    for (int unit = rank + SPLITS * warp; unit < 16 * HEAD_TILES; unit += SPLITS * 8) {
-      const int n = (unit >> 1) % HEAD_TILES, w = unit / (2 * HEAD_TILES), head = 8 * n + 2 * t + (unit & 1);
-      float4 x[SPLITS];
+    wait_for_cluster(base + FINAL_FULL, 0);
+    for (int first = SPLITS * warp; first + rank < UNITS; first += SPLITS * 8) {
+      const int unit = first + rank, n = (unit >> 1) % HEAD_TILES, w = unit / (2 * HEAD_TILES), head = 8 * n + 2 * t + (unit & 1);
+      float4 x[SPLITS], low[SPLITS], high[SPLITS];
       float M = -INF, L = 0.f, T = -INF, v[8] = {0, 0, 0, 0, 0, 0, 0, 0};
 #pragma unroll
-      for (int r = 0; r < SPLITS; r++) x[r] = load_remote4(remote(base + FINAL + head * 16, r));
+      for (int r = 0; r < SPLITS; r++) {
+        const uint32_t from = base + PARTS + (first + r) * 1024 + lane * 16;
+        x[r] = load_float4(base + FINAL + 16 * (r * HEADS + head)); low[r] = load_float4(from); high[r] = load_float4(from + 512);
+      }
 #pragma unroll
       for (int r = 0; r < SPLITS; r++) { M = fmaxf(M, x[r].x); T = fmaxf(T, x[r].z); }
 #pragma unroll
       for (int r = 0; r < SPLITS; r++) {
         const float e = M == -INF ? 0.f : exp2_fast((x[r].x - M) * c1);
         L += x[r].y * e;
-        const uint32_t from = remote(base + PARTIAL + unit * 1024 + lane * 16, r);
-        const float4 a = load_remote4(from), b = load_remote4(from + 512);
-        v[0] += a.x * e; v[1] += a.y * e; v[2] += a.z * e; v[3] += a.w * e; v[4] += b.x * e; v[5] += b.y * e; v[6] += b.z * e; v[7] += b.w * e;
+        v[0] += low[r].x * e; v[1] += low[r].y * e; v[2] += low[r].z * e; v[3] += low[r].w * e;
+        v[4] += high[r].x * e; v[5] += high[r].y * e; v[6] += high[r].z * e; v[7] += high[r].w * e;
       }
       if (w == 0 && g == 0) write_statistics(p, item, head, M, L, T);
-      store_head(p, item, head, v, weight_of(M, L, sink_of(head), c1), table, w, g);
+      store_head(p, item, head, v, weight_of(M, L, sink_of(p, head), c1), table, w, g, group_mul);
     }
-    cluster_arrive(); cluster_wait();        // the others have read
   }
 #endif
   DI void run(int rank, int step) {
-    int item = blockIdx.x / SPLITS, position = position_of(p, item), parity = 0, item_parity = 0;
+    int item = blockIdx.x / SPLITS, parity = 0, item_parity = 0;
     uint32_t round = 0, item_round = 0;
-    Cursor cursor = start(p, item, rank, step);
     Ring ring = {0, 0};
     bool first = true;
-    for (Work work = cursor.next(p, rank, step); work.exists(); work = cursor.next(p, rank, step)) {
+    while (true) {
       wait(base + WEIGHTS_FULL + 8 * parity, round);
+      Work work;
+      work.bits = uniform_least(load_shared4(base + TILE + 4 * parity));
+      if (!work.exists()) break;
       if (first) {
 #pragma unroll
         for (int i = 0; i < 4; i++)
@@ -163,7 +171,7 @@ struct Values {
           for (int n = 0; n < HEAD_TILES; n++)
 #pragma unroll
             for (int e = 0; e < 4; e++) acc[i][n][e] = 0.f;
-      } else if (load_shared4(base + MOVED + 4 * parity)) {
+      } else if (work.moved()) {
 #pragma unroll
         for (int n = 0; n < HEAD_TILES; n++) {
           const float2 f = load_float2(base + FACTORS + parity * HEAD_BYTES + (8 * n + 2 * t) * 4);
@@ -179,11 +187,11 @@ struct Values {
         if (lane == 0) arrive(weights_empty);
       } else {
 #if SPLITS == 1
-        finish(item, position, item_parity, item_round, weights_empty);
+        finish(item, item_parity, item_round, weights_empty);
 #else
-        finish(item, position, rank);
+        finish(item, rank);
 #endif
-        item += step; position = position_of(p, item);
+        item += step;
         item_round ^= item_parity; item_parity ^= 1;
       }
       ring = ring.ahead(work.blocks());
