@@ -1,9 +1,9 @@
 """Several sources of the 64-head Hopper kernel side by side: each checked against the oracle, then timed in one process.
 
-    python benchmarks/hopper_sources.py landed study=benchmarks/studies/keys_in_registers.cu
+    python benchmarks/hopper_sources.py landed other=other_attend.cu
 
 `landed` is the source in the package. A source states its threads in `__launch_bounds__` and its shared
-memory in a `static_assert` on SHARED_BYTES; it may include the headers of the package's source.
+memory as the constant SHARED_BYTES; it may include the headers of the package's source.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def body_of(path: Path) -> Body:
     """A source file as a kernel body."""
     text = path.read_text()
     threads = re.search(r"__launch_bounds__\((\d+),", text)
-    shared = re.search(r"static_assert\(SHARED_BYTES == (\d+),", text)
+    shared = re.search(r"constexpr int SHARED_BYTES = (\d+);", text)
     if threads is None or shared is None:
         raise SystemExit(f"{path} states no __launch_bounds__ or no SHARED_BYTES")
     return replace(

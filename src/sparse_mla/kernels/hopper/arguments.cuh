@@ -46,3 +46,12 @@ struct Args {
   float scale;
 };
 
+// The position of a token, 0 without positions; those that no 32-bit number holds are as good as the nearest that one does.
+DI int position_of(const Args& p, int token) {
+  if (!p.positions) return 0;
+  const int* at = p.positions + (int64_t)token * p.position_step;
+  const int low = __ldg(at);
+  if (p.position_step == 1) return low;
+  const int high = __ldg(at + 1);
+  return high < 0 ? -1 : high > 0 || low < 0 ? 0x7fffffff : low;
+}

@@ -1,4 +1,4 @@
-// What the 64-head kernels share: instructions, number formats, the work of a CTA, output rows.
+// What the roles of attend.cu share: instructions, number formats, the work of a CTA.
 #pragma once
 
 // ---------------------------------------------------------------- instructions
@@ -18,17 +18,11 @@ DI uint4 load_shared16(uint32_t a) { uint4 v; asm volatile("ld.shared.v4.u32 {%0
 DI void store_shared16(uint32_t a, uint32_t x, uint32_t y, uint32_t z, uint32_t w) { asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(a), "r"(x), "r"(y), "r"(z), "r"(w) : "memory"); }
 DI void store_shared8(uint32_t a, uint32_t x, uint32_t y) { asm volatile("st.shared.v2.u32 [%0], {%1,%2};" ::"r"(a), "r"(x), "r"(y) : "memory"); }
 DI void store_shared4(uint32_t a, uint32_t x) { asm volatile("st.shared.u32 [%0], %1;" ::"r"(a), "r"(x) : "memory"); }
-DI void store_shared1(uint32_t a, uint32_t x) { asm volatile("st.shared.u8 [%0], %1;" ::"r"(a), "r"(x) : "memory"); }
 DI void store_float(uint32_t a, float x) { asm volatile("st.shared.f32 [%0], %1;" ::"r"(a), "f"(x) : "memory"); }
 DI void store_float2(uint32_t a, float x, float y) { asm volatile("st.shared.v2.f32 [%0], {%1,%2};" ::"r"(a), "f"(x), "f"(y) : "memory"); }
 DI float load_float(uint32_t a) { float v; asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(a) : "memory"); return v; }
 DI float2 load_float2(uint32_t a) { float2 v; asm volatile("ld.shared.v2.f32 {%0,%1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(a) : "memory"); return v; }
 DI uint32_t load_word(uint32_t a) { uint32_t v; asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(a) : "memory"); return v; }
-DI uint64_t load_mask(uint32_t a) { uint64_t v; asm volatile("ld.shared.u64 %0, [%1];" : "=l"(v) : "r"(a) : "memory"); return v; }
-DI void store_matrices(uint32_t a, uint32_t x, uint32_t y, uint32_t z, uint32_t w) { asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(a), "r"(x), "r"(y), "r"(z), "r"(w) : "memory"); }
-DI uint4 load16(const uint8_t* p) { uint4 v; asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p)); return v; }
-DI uint2 load8(const uint8_t* p) { uint2 v; asm volatile("ld.global.nc.L1::no_allocate.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p)); return v; }
-DI uint32_t load4(const uint8_t* p) { uint32_t v; asm volatile("ld.global.nc.u32 %0, [%1];" : "=r"(v) : "l"(p)); return v; }
 template <int N> DI void copy_async(uint32_t to, const void* from) {
   if (N == 16) asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
   else asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(to), "l"(from), "n"(N) : "memory");
@@ -43,11 +37,58 @@ DI uint32_t remote(uint32_t a, int rank) { uint32_t d; asm volatile("mapa.shared
 DI float load_remote(uint32_t a, int rank) { float v; asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(v) : "r"(remote(a, rank))); return v; }
 DI void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
 DI void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
-// Descriptors, 128-byte swizzle. dim-major: 1024 B between groups of 8 rows. Across: 8192 B between 64-dim blocks.
+// Descriptor of 64 heads in shared memory, a head's numbers side by side: 128-byte swizzle, 1024 B between 8 heads.
 DI uint64_t dim_major(uint32_t a) { return (uint64_t)((a & 0x3ffff) >> 4) | (1ull << 16) | (64ull << 32) | (1ull << 62); }
-DI uint64_t across(uint32_t a) { return (uint64_t)((a & 0x3ffff) >> 4) | (512ull << 16) | (64ull << 32) | (1ull << 62); }
+DI void group_sync(int g) { asm volatile("bar.sync %0, 128;" ::"r"(g + 1) : "memory"); }   // a warpgroup of scores
+// Whether `x` holds in any thread of the warpgroup of scores.
+DI bool group_any(int g, bool x) {
+  uint32_t r;
+  asm volatile("{.reg .pred p, q; setp.ne.u32 p, %1, 0; bar.red.or.pred q, %2, 128, p; selp.u32 %0, 1, 0, q;}" : "=r"(r) : "r"((uint32_t)x), "r"(g + 1) : "memory");
+  return r;
+}
+// One lane of the warp, for what one lane does.
+DI bool one_lane() {
+  uint32_t r;
+  asm volatile("{.reg .pred p; elect.sync _|p, 0xffffffff; selp.u32 %0, 1, 0, p;}" : "=r"(r));
+  return r;
+}
+// What is computed from x from here on is computed here, not before a loop and kept.
+DI void forget(int& x) { asm volatile("" : "+r"(x)); }
+#ifdef EVERY_LANE_ARRIVES
+DI void arrive_once(uint32_t b) { arrive(b); }
+#else
+DI void arrive_once(uint32_t b) { asm volatile("{.reg .pred p; .reg .b64 t; elect.sync _|p, 0xffffffff; @p mbarrier.arrive.shared::cta.b64 t, [%0];}" ::"r"(b) : "memory"); }
+#endif
+DI int lane_number() { int r; asm volatile("mov.u32 %0, %%laneid;" : "=r"(r)); return __shfl_sync(~0u, r, r); }   // a shuffle is not done again, reading the number would be
+DI void store_matrices_turned(uint32_t a, uint32_t x, uint32_t y, uint32_t z, uint32_t w) { asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(a), "r"(x), "r"(y), "r"(z), "r"(w) : "memory"); }
+DI uint2 load_shared8(uint32_t a) { uint2 v; asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(a) : "memory"); return v; }
+DI void arrive_and_expect(uint32_t b, uint32_t bytes) { asm volatile("{.reg .b64 t; mbarrier.arrive.expect_tx.shared::cta.b64 t, [%0], %1;}" ::"r"(b), "r"(bytes) : "memory"); }
+DI void copies_arrive(uint32_t b) { asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(b) : "memory"); }   // when this thread's copies are there
+DI uint32_t least_f16(uint32_t a, uint32_t b) { uint32_t r; asm("min.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b)); return r; }
+DI uint32_t least(uint32_t x) { uint32_t r; asm volatile("redux.sync.min.u32 %0, %1, 0xffffffff;" : "=r"(r) : "r"(x)); return r; }
+// A row to shared memory; its bytes count on the barrier. All lanes call it alike, one lane copies.
+DI void copy_row(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier) {
+  asm volatile(
+      "{\n.reg .pred q;\nelect.sync _|q, 0xffffffff;\n"
+      "@q cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];\n}"
+      ::"r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
+}
 
-#include "wgmma.cuh"
+// 64 rows x 64 heads x 16: keys in registers; query or weights in shared memory, a head's 16 numbers side by side.
+template <int FIRST, int N> __device__ __forceinline__ void keys_mma(float (&d)[N], const uint32_t* a, uint64_t b, int keep) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %37, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {"
+      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+      "}, {%32, %33, %34, %35}, %36, p, 1, 1, 0;\n}"
+      : "+f"(d[FIRST + 0]), "+f"(d[FIRST + 1]), "+f"(d[FIRST + 2]), "+f"(d[FIRST + 3]), "+f"(d[FIRST + 4]), "+f"(d[FIRST + 5]), "+f"(d[FIRST + 6]), "+f"(d[FIRST + 7]),
+        "+f"(d[FIRST + 8]), "+f"(d[FIRST + 9]), "+f"(d[FIRST + 10]), "+f"(d[FIRST + 11]), "+f"(d[FIRST + 12]), "+f"(d[FIRST + 13]), "+f"(d[FIRST + 14]), "+f"(d[FIRST + 15]),
+        "+f"(d[FIRST + 16]), "+f"(d[FIRST + 17]), "+f"(d[FIRST + 18]), "+f"(d[FIRST + 19]), "+f"(d[FIRST + 20]), "+f"(d[FIRST + 21]), "+f"(d[FIRST + 22]), "+f"(d[FIRST + 23]),
+        "+f"(d[FIRST + 24]), "+f"(d[FIRST + 25]), "+f"(d[FIRST + 26]), "+f"(d[FIRST + 27]), "+f"(d[FIRST + 28]), "+f"(d[FIRST + 29]), "+f"(d[FIRST + 30]), "+f"(d[FIRST + 31])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(keep));
+}
+
 // bf16 pair -> f16 pair, saturated to the largest finite f16.
 DI uint32_t bf16_to_f16(uint32_t x) {
   float lo = fminf(fmaxf(__uint_as_float(x << 16), -65504.f), 65504.f);
@@ -71,8 +112,6 @@ DI uint32_t e2m1_high_bytes(uint32_t codes) {
 }
 
 // ---------------------------------------------------------------- numbers
-// ue8m0 byte -> f16 pair. Scales above 2^7 are read as 2^7, so that no product leaves f16.
-DI uint32_t ue8m0_pair(uint32_t byte) { const float f = __uint_as_float(min(byte, 134u) << 23); return pack_f16(f, f); }
 DI int page_of(const KeyArgs& k, uint32_t slot) { return k.page_mul ? __umulhi(slot, k.page_mul) >> k.page_shift : slot; }
 
 // ---------------------------------------------------------------- work of a CTA
@@ -95,65 +134,9 @@ DI Ahead look_ahead(const Args& p, int item) {
   const int token = p.head_blocks == 1 ? item : item / p.head_blocks;
   Ahead a = {0, (int)p.a.width, (int)p.b.width};
   if (item >= p.tokens * p.head_blocks) return a;
-  if (p.positions) a.position = __ldg(p.positions + (int64_t)token * p.position_step);
+  a.position = position_of(p, token);
   if (p.a.lengths) a.window_keys = __ldg(p.a.lengths + token);
   if (p.b.lengths) a.compressed_keys = __ldg(p.b.lengths + token);
   return a;
 }
 DI const float* rope_row(const Args& p, int position) { return p.rope + (int64_t)min(max(position, 0), p.rope_rows - 1) * 64; }
-
-// ---------------------------------------------------------------- output
-struct OutputRow {             // one head of one token, seen by the four lanes that share it
-  uint8_t* data;
-  uint8_t* scales;             // of the head's group and token
-  int64_t word_stride;         // bytes between words of scales
-  int member, hpg;             // head in its group
-  bool live;
-};
-
-DI OutputRow output_row(const Args& p, int token, int head) {
-  OutputRow r;
-  const int hpg = p.heads_per_group, group = head / hpg, member = head - group * hpg;
-  const int64_t start = ((int64_t)token * p.heads + (OUT_CHUNKED ? group * hpg : head)) * 512 + (OUT_CHUNKED ? member * 32 : 0);
-  r.data = p.out + start * (FP8_OUTPUT ? 1 : 2);
-  r.scales = (uint8_t*)p.scales + ((int64_t)group * 4 * hpg * p.scale_stride + token) * 4;
-  r.word_stride = p.scale_stride * 4;
-  r.member = member; r.hpg = hpg; r.live = head < p.heads;
-  return r;
-}
-DI void store_scale(const OutputRow& r, int block, uint32_t byte) {
-  const int number = OUT_CHUNKED ? block * r.hpg + r.member : r.member * 16 + block;
-  r.scales[(number >> 2) * r.word_stride + (number & 3)] = (uint8_t)byte;
-}
-DI void unrotate(float (&v)[8], const float* table, int group, int q) {   // group 0 or 1 of the last 64 dims
-#pragma unroll
-  for (int u = 0; u < 2; u++) {
-    const float2 c = __ldg((const float2*)(table + 16 * group + 8 * u + 2 * q)), s = __ldg((const float2*)(table + 32 + 16 * group + 8 * u + 2 * q));
-    const float a0 = v[4 * u], b0 = v[4 * u + 1], a1 = v[4 * u + 2], b1 = v[4 * u + 3];
-    v[4 * u] = a0 * c.x + b0 * s.x; v[4 * u + 1] = b0 * c.x - a0 * s.x;
-    v[4 * u + 2] = a1 * c.y + b1 * s.y; v[4 * u + 3] = b1 * c.y - a1 * s.y;
-  }
-}
-// One block of 32 dims times w: a lane holds dims 4q .. 4q+3 and 16+4q .. 16+4q+3; neighbours swap to store 8 in a
-// row. Returns the byte of the block's scale.
-DI uint32_t store_block(const OutputRow& r, const float (&v)[8], float w, int block, int q) {
-  const bool odd = q & 1;
-  const int dim = odd ? 12 + 4 * q : 4 * q;
-  uint8_t* to = r.data + (block * (OUT_CHUNKED ? r.hpg * 32 : 32) + dim) * (FP8_OUTPUT ? 1 : 2);
-  if (!FP8_OUTPUT) {
-    const uint32_t x0 = pack_bf16(v[0] * w, v[1] * w), x1 = pack_bf16(v[2] * w, v[3] * w), y0 = pack_bf16(v[4] * w, v[5] * w), y1 = pack_bf16(v[6] * w, v[7] * w);
-    const uint32_t g0 = __shfl_xor_sync(~0u, odd ? x0 : y0, 1), g1 = __shfl_xor_sync(~0u, odd ? x1 : y1, 1);
-    if (r.live) *(uint4*)to = odd ? make_uint4(g0, g1, y0, y1) : make_uint4(x0, x1, g0, g1);
-    return 0;
-  }
-  float amax = fmaxf(fmaxf(fmaxf(fabsf(v[0]), fabsf(v[1])), fmaxf(fabsf(v[2]), fabsf(v[3]))), fmaxf(fmaxf(fabsf(v[4]), fabsf(v[5])), fmaxf(fabsf(v[6]), fabsf(v[7]))));
-  amax = fmaxf(amax, __shfl_xor_sync(~0u, amax, 1)); amax = fmaxf(amax, __shfl_xor_sync(~0u, amax, 2));
-  const uint32_t bits = __float_as_uint(fmaxf(amax * w, 1e-4f) * (1.0f / 448.0f));
-  const uint32_t byte = (bits + 0x7fffff) >> 23;            // exponent, one more if the mantissa is not zero
-  const float f = __uint_as_float((254 - byte) << 23) * w;  // the first factor is a power of two
-  const uint32_t x = pack_e4m3(v[0] * f, v[1] * f) | (pack_e4m3(v[2] * f, v[3] * f) << 16);
-  const uint32_t y = pack_e4m3(v[4] * f, v[5] * f) | (pack_e4m3(v[6] * f, v[7] * f) << 16);
-  const uint32_t got = __shfl_xor_sync(~0u, odd ? x : y, 1);
-  if (r.live) *(uint2*)to = odd ? make_uint2(got, y) : make_uint2(x, got);
-  return byte;
-}

@@ -159,7 +159,7 @@ struct Ring {
   int place; uint32_t round;
   DI Ring ahead(int n) const { Ring r = {place + n, round}; if (r.place >= RING) { r.place -= RING; r.round ^= 1; } return r; }
 };
-DI int position_of(const Args& p, int item) { return p.positions && item < p.tokens ? __ldg(p.positions + (int64_t)item * p.position_step) : 0; }
+DI int position_ahead(const Args& p, int item) { return item < p.tokens ? position_of(p, item) : 0; }
 
 // ---------------------------------------------------------------- scales
 // Word of a key pair and, for scores, of this lane's group of the first 64 dims; the next 64 dims are 4 bytes on.
@@ -317,7 +317,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend(const __grid_con
   int position = 0, guessed = -1;
   Cursor cursor, guess;
   if (warp < 8) {
-    position = position_of(p, item);
+    position = position_ahead(p, item);
     cursor.ask(p, item);
     load_query(query, p, item, warp, lane >> 2, lane & 3);
   } else if (warp >= 16) {

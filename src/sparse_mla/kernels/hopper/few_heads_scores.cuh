@@ -289,7 +289,7 @@ struct Scores {
       if (!work.exists()) break;
       if (first) {
         finish_query(raw, p, base, position, warp, lane);
-        next_position = position_of(p, item + step);
+        next_position = position_ahead(p, item + step);
         meet<1>();
         q.load();
 #pragma unroll

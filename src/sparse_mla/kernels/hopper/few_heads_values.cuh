@@ -116,7 +116,7 @@ struct Values {
 #else
   // Sends the sums to those who write them; adds what this CTA was sent, a unit a warp, and writes it.
   DI void finish(int item, int rank) {
-    const float* table = p.unrotate_output ? rope_row(p, position_of(p, item)) : nullptr;
+    const float* table = p.unrotate_output ? rope_row(p, position_ahead(p, item)) : nullptr;
     __syncwarp();
     cluster_wait();                          // the others have started
     if (!OWN_SPACE) { cluster_arrive(); cluster_wait(); }   // no CTA uses its ring any more

@@ -1,0 +1,167 @@
+// Rows of keys: how a tile of them lies in shared memory, where those to come are, and their copies.
+#pragma once
+
+// Where the rows of tiles to come are. Value warp m & 7 looks tile m up: it asks for the slots while the values of tile
+// m - LEAD - 1 are added up, and notes where the rows are one tile later.
+struct Walk {
+  uint64_t list;               // of the tile's slots
+  int left, set_tiles;         // keys of the set from this tile on, tiles of the set after it
+  int item, token_tiles, number;   // tiles of the token after this one, before this one
+  int flags;                   // compressed set | tokens with tiles before this one << 1
+
+  // What others need to know of the tile: 0 window, 1 compressed set, 2 no tile | min(number in the token, 2) << 2 | the
+  // last of its group in the token << 4 | parity of the token << 5.
+  DI uint32_t word(int items) const { return item >= items ? 2 : (flags & 1) | min(number, 2) << 2 | (token_tiles < 2) << 4 | (flags & 2) << 4; }
+};
+
+struct Lookup {
+  const Args& p;
+  uint32_t base;
+  int warp, lane, rank, item_step;
+
+  DI int items() const { return p.tokens * p.head_blocks; }
+  DI int token_of(int i) const { return p.head_blocks == 1 ? i : i / p.head_blocks; }
+  // To tile `number` of an item, or of those after it.
+  DI void seek(Walk& s, int item, int number, int tokens) const {
+    s.item = item; s.list = 0; s.left = s.set_tiles = s.token_tiles = s.number = s.flags = 0;
+    for (; item < items(); item += item_step) {
+      const int token = token_of(item);
+      const Span x = span_of(p, p.a.lengths ? __ldg(p.a.lengths + token) : p.a.width, p.b.lengths ? __ldg(p.b.lengths + token) : p.b.width, rank);
+      const int j = x.first + number;
+      if (j < x.last) {
+        const bool compressed = j >= x.window_tiles;
+        const KeyArgs& k = compressed ? p.b : p.a;
+        const int before = (compressed ? j - x.window_tiles : j) * 64;
+        s.list = (uint64_t)(k.indices + token * k.indices_stride + before);
+        s.left = (compressed ? x.compressed_keys : x.window_keys) - before;
+        s.set_tiles = (compressed ? x.last : min(x.window_tiles, x.last)) - j - 1;
+        s.token_tiles = x.last - j - 1; s.number = number; s.flags = (int)compressed | tokens << 1;
+        break;
+      }
+      number -= x.last - x.first;
+      tokens += x.last > x.first;
+    }
+    s.item = item;
+  }
+  DI void advance(Walk& s) const {
+    if (s.set_tiles == 0) { seek(s, s.item, s.number + 1, s.flags >> 1); return; }
+    s.list += 256; s.left -= 64; s.set_tiles--; s.token_tiles--; s.number++;
+  }
+  DI void note(uint32_t tile, uint32_t word, int item, int slot0, int slot1) const {
+    const uint32_t ring = tile & 3;
+    if (one_lane()) { store_shared4(base + WHICH + 4 * ring, word); store_shared4(base + ITEM + 4 * ring, item); }
+    if ((word & 3) == 2) return;
+    const KeyArgs& k = word & 1 ? p.b : p.a;
+    uint32_t valid[2];
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      const int slot = i ? slot1 : slot0;
+      const bool ok = (uint32_t)slot < k.num_slots;
+      const uint32_t page = page_of(k, ok ? slot : 0), row = (ok ? slot : 0) - page * k.page_rows;
+      const uint32_t at = base + UNITS + ring * 256 + i * 128 + lane * 4;
+      store_shared4(at, ok ? page * (uint32_t)(k.page_stride >> 4) + row * (word & 1 ? B_ROW_UNITS : A_ROW_UNITS) : ~0u);
+      if (APART) store_shared4(at - UNITS + SCALE_UNITS, page * (uint32_t)(k.page_stride >> 3) + (uint32_t)(k.scale_base >> 3) + row * ((word & 1 ? B_SCALE_STRIDE : A_SCALE_STRIDE) / 8));
+      valid[i] = __ballot_sync(~0u, ok);
+    }
+    if (one_lane()) store_shared8(base + VALID + 8 * ring, valid[0], valid[1]);
+  }
+  DI void ask(uint32_t tile, const Walk& s) const {
+    const uint32_t slots = base + SLOTS + (tile & 1) * 256 + lane * 4, walk = base + WALK + (tile & 1) * 32;
+    const int* list = (const int*)s.list + lane;
+    if (lane < s.left) copy_async<4>(slots, list); else store_shared4(slots, ~0u);
+    if (lane + 32 < s.left) copy_async<4>(slots + 128, list + 32); else store_shared4(slots + 128, ~0u);
+    copy_commit();
+    store_shared16(walk, (uint32_t)s.list, (uint32_t)(s.list >> 32), s.left, s.set_tiles);
+    store_shared16(walk + 16, s.item, s.token_tiles, s.number, s.flags);
+  }
+  DI Walk recall(uint32_t tile) const {
+    const uint4 x = load_shared16(base + WALK + (tile & 1) * 32), y = load_shared16(base + WALK + (tile & 1) * 32 + 16);
+    return {x.x | (uint64_t)x.y << 32, (int)x.z, (int)x.w, (int)y.x, (int)y.y, (int)y.z, (int)y.w};
+  }
+  // The first tiles of the CTA; the one after them is asked for.
+  DI void begin(int item0) const {
+    if (warp > LEAD) return;
+    Walk s;
+    seek(s, item0, warp, 0);
+    if (warp == LEAD) { ask(LEAD, s); return; }
+    const int* list = (const int*)s.list + lane;
+    const int slot0 = lane < s.left ? __ldg(list) : -1, slot1 = lane + 32 < s.left ? __ldg(list + 32) : -1;
+    note(warp, s.word(items()), s.item, slot0, slot1);
+  }
+  // This warp's part in it while the values of tile `done` are added up.
+  DI void next(uint32_t done) const {
+    if (warp == ((done + LEAD) & 7)) {
+      copy_wait<0>();
+      const uint32_t slots = base + SLOTS + ((done + LEAD) & 1) * 256 + lane * 4;
+      const Walk s = recall(done + LEAD);
+      note(done + LEAD, s.word(items()), s.item, load_word(slots), load_word(slots + 128));
+    } else if (warp == ((done + LEAD + 1) & 7)) {
+      Walk s = recall(done + LEAD);
+      advance(s);
+      ask(done + LEAD + 1, s);
+    }
+  }
+};
+
+// The rows of a tile to come that this warp copies: 8 of them, one at a time between its products; all at once if one
+// of them does not exist.
+struct Coming {
+  const Args& p;
+  int lane;
+  uint32_t to, full;           // shared memory of its first row; barrier
+  int kind;                    // of the record, if the sets differ
+  const uint8_t* pages;
+  uint32_t units[8];
+  bool live;                   // `copy` has something to do
+
+  static constexpr bool SAME = A_KIND == B_KIND && (A_ROW_UNITS * 16 == A_SCALE_STRIDE) == (B_ROW_UNITS * 16 == B_SCALE_STRIDE);
+  template <int KIND, bool TOGETHER> DI static constexpr int bytes_of() { return TOGETHER ? Raw<KIND>::DATA + Raw<KIND>::SCALES : Raw<KIND>::DATA; }
+  DI int pitch() const { return SAME || kind == 0 ? Raw<A_KIND>::PITCH : Raw<B_KIND>::PITCH; }
+  DI int bytes() const { return SAME || kind == 0 ? bytes_of<A_KIND, A_ROW_UNITS * 16 == A_SCALE_STRIDE>() : bytes_of<B_KIND, B_ROW_UNITS * 16 == B_SCALE_STRIDE>(); }
+
+  template <int KIND, bool TOGETHER> DI void start_set(uint32_t base, int stage, int warp, uint32_t at, const KeyArgs& k) {
+    using R = Raw<KIND>;
+    pages = k.pages;
+    to = base + RAW + stage * STAGE + warp * 8 * R::PITCH + (warp >> 1) * 32;
+    if (one_lane()) arrive_and_expect(full, 8 * (TOGETHER || KIND != KIND_V4 ? R::DATA + R::SCALES : R::DATA));
+    if (!TOGETHER) {
+      if (KIND == KIND_V4) {   // 8 bytes are too few for a bulk copy
+        const uint32_t row = at + (lane & 7) * 4;
+        if (lane < 8) copy_async<8>(to + lane * R::PITCH + R::DATA, load_word(row) == ~0u ? zero_row : k.pages + (uint64_t)load_word(row - UNITS + SCALE_UNITS) * 8);
+      } else {
+#pragma unroll 1
+        for (int i = 0; i < 8; i++) {
+          const uint32_t u = least(load_word(at + 4 * i)), s = least(load_word(at + 4 * i - UNITS + SCALE_UNITS));
+          copy_row(to + i * R::PITCH + R::DATA, u == ~0u ? zero_row : k.pages + (uint64_t)s * 8, R::SCALES, full);
+        }
+      }
+    }
+    if (HAS_V4 && lane < 8) copies_arrive(full);
+  }
+  // Of tile `tile`, to `stage`. `now`: copy all at once.
+  DI void start(uint32_t base, uint32_t tile, int stage, int warp, bool now) {
+    const int which = __shfl_sync(~0u, load_word(base + WHICH + 4 * (tile & 3)), 0) & 3;
+    live = false;
+    if (which == 2) return;
+    kind = which;
+    full = base + RAW_FULL + 8 * stage;
+    const uint32_t at = base + UNITS + (tile & 3) * 256 + warp * 32;
+    if (HAS_V4 && A_KIND != B_KIND) fence_tensor();   // what other threads copied here were scales, now rows may come
+    if (SAME || which == 0) start_set<A_KIND, A_ROW_UNITS * 16 == A_SCALE_STRIDE>(base, stage, warp, at, which ? p.b : p.a);
+    else start_set<B_KIND, B_ROW_UNITS * 16 == B_SCALE_STRIDE>(base, stage, warp, at, p.b);
+    const uint32_t valid = load_word(base + VALID + 8 * (tile & 3) + (warp & 4)) >> (8 * (warp & 3));
+    live = !now && __shfl_sync(~0u, (valid & 255) == 255, 0);
+    if (live) {
+      const uint4 x = load_shared16(at), y = load_shared16(at + 16);
+      units[0] = least(x.x); units[1] = least(x.y); units[2] = least(x.z); units[3] = least(x.w);
+      units[4] = least(y.x); units[5] = least(y.y); units[6] = least(y.z); units[7] = least(y.w);
+      return;
+    }
+#pragma unroll 1
+    for (int i = 0; i < 8; i++) {
+      const uint32_t u = least(load_word(at + 4 * i));
+      copy_row(to + i * pitch(), u == ~0u ? zero_row : pages + (uint64_t)u * 16, bytes(), full);
+    }
+  }
+  DI void copy(int i) const { if (live) copy_row(to + i * pitch(), pages + (uint64_t)units[i] * 16, bytes(), full); }
+};

@@ -1,0 +1,303 @@
+// The warpgroups of scores, and the query.
+#pragma once
+
+// ---------------------------------------------------------------- scores
+// Query heads 16 w .. 16 w + 15: a lane takes dims 16 t .. 16 t + 15 of every block of heads 16 w + g8 and + 8. `start`
+// copies their bf16 values to the head's row; `finish` rotates, rounds to bf16, widens and stores.
+struct QueryRows {
+  uint32_t row;                // shared memory of head 16 w + g8, block 0
+  int head, g8, t;             // head 16 w + g8 of the block of 64
+
+  DI void start(const Args& p, int item) const {
+    const int token = p.head_blocks == 1 ? item : item / p.head_blocks, head0 = (item - token * p.head_blocks) * 64 + head;
+    const int64_t step = p.query_chunked ? (int64_t)128 * p.heads : 128;   // bytes between blocks
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      const int h = head0 + 8 * r;
+      const bool live = h < p.heads;
+      const uint8_t* from = p.q + (live ? (int64_t)token * p.q_token_stride + (p.query_chunked ? h * 32 + (int64_t)t * 32 * p.heads : h * p.q_head_stride + t * 32) : 0);
+#pragma unroll
+      for (int b = 0; b < 8; b++)
+#pragma unroll
+        for (int c = 0; c < 2; c++)
+          asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(row + r * 1024 + b * 8192 + (((2 * t + c) ^ g8) << 4)), "l"(from + (live ? b * step + c * 16 : 0)), "r"(live ? 16 : 0) : "memory");
+    }
+    copy_commit();
+  }
+  DI static uint32_t turn(uint32_t pair, float c, float s) {
+    const float a = __uint_as_float(pair << 16), b = __uint_as_float(pair & 0xffff0000u);
+    return pack_bf16(a * c - b * s, a * s + b * c);
+  }
+  template <bool ROTATE> DI void widen_block(uint32_t at, const float4* table) const {
+    const uint4 x = load_shared16(at + (((2 * t) ^ g8) << 4)), y = load_shared16(at + (((2 * t + 1) ^ g8) << 4));
+    uint32_t v[8] = {x.x, x.y, x.z, x.w, y.x, y.y, y.z, y.w};
+    if (ROTATE) {
+#pragma unroll
+      for (int u = 0; u < 2; u++) {
+        const float4 c = __ldg(table + u), z = __ldg(table + 8 + u);
+        v[4 * u] = turn(v[4 * u], c.x, z.x); v[4 * u + 1] = turn(v[4 * u + 1], c.y, z.y);
+        v[4 * u + 2] = turn(v[4 * u + 2], c.z, z.z); v[4 * u + 3] = turn(v[4 * u + 3], c.w, z.w);
+      }
+    }
+    __syncwarp();              // the lanes of the row have read what is overwritten now
+#pragma unroll
+    for (int m = 0; m < 8; m++) store_shared4(at + ((m ^ g8) << 4) + 4 * t, bf16_to_f16(v[m]));
+  }
+  DI void finish(const Args& p, int position) const {
+    const float4* table = (const float4*)(p.rotate_query ? rope_row(p, position) + 8 * t : nullptr);
+    copy_wait<0>();
+#pragma unroll 1
+    for (int b = 0; b < 8; b++)
+#pragma unroll
+      for (int r = 0; r < 2; r++) {
+        const uint32_t at = row + r * 1024 + b * 8192;
+        if (b == 7 && p.rotate_query) widen_block<true>(at, table);
+        else widen_block<false>(at, nullptr);
+      }
+  }
+};
+
+struct Scores {
+  const Args& p;
+  uint32_t base;
+  int group, w, lane, g8, t;
+  float c1;
+  float sum[2], refers[2];     // of heads 8 c + 2 t + e, c from the bits of g8: weights before they are rounded, what they refer to
+  bool counted;                // the sums hold something
+  uint32_t own;                // tiles of this group so far
+  int stage; uint32_t phase;   // of its next tile
+
+  DI uint32_t ring() const { return (2 * own + group) & 3; }
+  DI uint32_t before() const { return (own ^ group ^ 1) & 1; }   // parity of the other group's tile before this one
+
+  // The f16 scales of the warp's rows, for all who read the tile.
+  template <int KIND> DI void widen_scales(uint32_t row, uint32_t to) const {
+    constexpr int H = 8 * Raw<KIND>::PITCH;
+    if (KIND == KIND_NVFP4) {
+      const uint2 x = load_shared8(row + Raw<KIND>::DATA + 8 * t), y = load_shared8(row + H + Raw<KIND>::DATA + 8 * t);
+#pragma unroll
+      for (int i = 0; i < 8; i++) store_shared4(to + i * PART, e4m3_pair<0>(__byte_perm(i < 4 ? x.x : x.y, i < 4 ? y.x : y.y, (i & 3) | (4 + (i & 3)) << 4)));
+      return;
+    }
+    const int at = KIND == KIND_V4 ? 4 * (t >> 1) : 4 * t;
+    uint32_t x = load_word(row + Raw<KIND>::DATA + at), y = load_word(row + H + Raw<KIND>::DATA + at);
+    if (KIND == KIND_V4) { x >>= 16 * (t & 1); y >>= 16 * (t & 1); }
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const int byte = KIND == KIND_V4 ? i >> 1 : i;
+      const uint32_t a = __byte_perm(x, 0, 0x4440 | byte), b = __byte_perm(y, 0, 0x4440 | byte);
+      store_shared4(to + i * PART, least_f16(pack_f16(__uint_as_float(a << 23), __uint_as_float(b << 23)), 0x58005800));   // at most 2^7
+    }
+  }
+  // Dims 4 i .. 4 i + 3 of this lane's 16, as two f16 pairs; `rest`: the second half of 16 bf16 dims.
+  template <int KIND, int B> DI static void widen(uint32_t& lo, uint32_t& hi, int i, uint4 x, uint4 rest, uint32_t sc) {
+    const uint32_t words[8] = {x.x, x.y, x.z, x.w, rest.x, rest.y, rest.z, rest.w};
+    if (KIND == KIND_V4 && B == 7) { lo = bf16_to_f16(words[2 * i]); hi = bf16_to_f16(words[2 * i + 1]); return; }
+    if (KIND == KIND_NVFP4) {
+      const uint32_t high = e2m1_high_bytes(words[i >> 1] >> (16 * (i & 1)));
+      lo = times(__byte_perm(high, 0, 0x1404), sc); hi = times(__byte_perm(high, 0, 0x3424), sc);
+      return;
+    }
+    lo = times(e4m3_pair<0>(words[i]), sc); hi = times(e4m3_pair<1>(words[i]), sc);
+  }
+  template <int KIND, int B> DI void read_block(uint4 (&d)[2], uint32_t row) const {
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      const uint32_t from = row + 8 * r * Raw<KIND>::PITCH;
+      if (KIND == KIND_NVFP4) { const uint2 x = load_shared8(from + 32 * B + 8 * t); d[r].x = x.x; d[r].y = x.y; d[r].z = d[r].w = 0; }
+      else d[r] = load_shared16(from + 64 * B + (KIND == KIND_V4 && B == 7 ? 32 : 16) * t);
+    }
+  }
+  template <int KIND, int B> DI void block(float (&S)[32], uint32_t (&A)[2][8], uint4 (&d)[2], uint32_t row, uint32_t scales) const {
+    constexpr bool BF16 = KIND == KIND_V4 && B == 7;
+    uint4 rest[2] = {make_uint4(0, 0, 0, 0), make_uint4(0, 0, 0, 0)};
+    uint32_t pair = 0;
+    if (BF16) { rest[0] = load_shared16(row + 448 + 32 * t + 16); rest[1] = load_shared16(row + 8 * Raw<KIND>::PITCH + 448 + 32 * t + 16); }
+    else pair = load_word(scales + (B & 1) * (KIND == KIND_NVFP4 ? 4 : 2) * PART + (B >> 1) * 32);
+    uint4 next[2];
+    if constexpr (B < 7) read_block<KIND, B + 1>(next, row);
+    const uint32_t sc0 = __byte_perm(pair, 0, 0x1010), sc1 = __byte_perm(pair, 0, 0x3232);
+    const uint64_t query = dim_major(base + QUERY) + B * 512;
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      if (B > 0) mma_wait<1>();                       // the products that read A[h]
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+        widen<KIND, B>(A[h][4 * i], A[h][4 * i + 2], 2 * h + i, d[0], rest[0], sc0);
+        widen<KIND, B>(A[h][4 * i + 1], A[h][4 * i + 3], 2 * h + i, d[1], rest[1], sc1);
+      }
+      mma_fence();
+#pragma unroll
+      for (int i = 0; i < 2; i++) keys_mma<0>(S, A[h] + 4 * i, query + 2 * (2 * h + i), B > 0 || h > 0 || i > 0);
+      mma_commit();
+    }
+    if constexpr (B < 7) block<KIND, B + 1>(S, A, next, row, scales);
+  }
+  // Moves the references of heads whose maximum over this tile exceeds them by more than 2^8 (all of them on the first
+  // tile that has a key). S: logits relative to the reference `ref`, log2 units. The weights' space of the group, still
+  // unused, holds the maxima of the four warps.
+  DI void move_references(float (&S)[32], const float (&ref)[16], bool ok0, bool ok1, uint32_t parity, bool first, bool met) {
+    const uint32_t tops = base + WEIGHTS + group * 8192, references = base + REFERENCE + parity * 256;
+    float v[16], top[2];
+#pragma unroll
+    for (int x = 0; x < 16; x++) v[x] = fmaxf(ok0 ? S[4 * (x >> 1) + (x & 1)] : -INF, ok1 ? S[4 * (x >> 1) + 2 + (x & 1)] : -INF);
+    gather_columns<true>(v, top);
+    store_float2(tops + w * 256 + mine(), top[0], top[1]);
+    const float2 old = load_float2(references + mine());
+    group_sync(group);
+    const float2 x0 = load_float2(tops + mine()), x1 = load_float2(tops + 256 + mine()), x2 = load_float2(tops + 512 + mine()), x3 = load_float2(tops + 768 + mine());
+    top[0] = fmaxf(fmaxf(x0.x, x1.x), fmaxf(x2.x, x3.x)); top[1] = fmaxf(fmaxf(x0.y, x1.y), fmaxf(x2.y, x3.y));
+    const float was[2] = {met ? old.x : 0.f, met ? old.y : 0.f};
+    if (w == 0) {
+      const float by[2] = {top[0] > (met ? 8.f : -INF) ? top[0] : 0.f, top[1] > (met ? 8.f : -INF) ? top[1] : 0.f};
+      store_float2(references + mine(), was[0] + by[0], was[1] + by[1]);
+      store_float2(base + RESCALE + group * 256 + mine(), exp2_fast(-by[0]), exp2_fast(-by[1]));
+      if (WITH_MAX) {
+        const uint32_t at = base + TRUE_MAX + parity * 256 + mine();
+        const float2 before = load_float2(at);
+        store_float2(at, first ? top[0] + was[0] : fmaxf(top[0] + was[0], before.x), first ? top[1] + was[1] : fmaxf(top[1] + was[1], before.y));
+      }
+    }
+    group_sync(group);
+#pragma unroll
+    for (int c = 0; c < 8; c++) {
+      const float2 r = load_float2(references + (8 * c + 2 * t) * 4);
+      const float by0 = r.x - ref[2 * c], by1 = r.y - ref[2 * c + 1];
+      // No more than the limit, which only the rounding of huge logits exceeds here.
+      S[4 * c] = fminf(S[4 * c] - by0, 8.f); S[4 * c + 1] = fminf(S[4 * c + 1] - by1, 8.f);
+      S[4 * c + 2] = fminf(S[4 * c + 2] - by0, 8.f); S[4 * c + 3] = fminf(S[4 * c + 3] - by1, 8.f);
+    }
+  }
+  DI uint32_t mine() const { return (8 * (4 * (g8 & 1) + (g8 & 2) + (g8 >> 2)) + 2 * t) * 4; }   // in a table of heads: this lane's two
+  // Sums or maxima of 16 numbers of every lane over the lanes of equal t; a lane gets those of its two heads.
+  template <bool MAXIMUM> DI void gather_columns(const float (&v)[16], float (&total)[2]) const {
+    float a[8], b[4];
+#pragma unroll
+    for (int i = 0; i < 8; i++) { const float give = g8 & 1 ? v[i] : v[8 + i], keep = g8 & 1 ? v[8 + i] : v[i], got = __shfl_xor_sync(~0u, give, 4); a[i] = MAXIMUM ? fmaxf(keep, got) : keep + got; }
+#pragma unroll
+    for (int i = 0; i < 4; i++) { const float give = g8 & 2 ? a[i] : a[4 + i], keep = g8 & 2 ? a[4 + i] : a[i], got = __shfl_xor_sync(~0u, give, 8); b[i] = MAXIMUM ? fmaxf(keep, got) : keep + got; }
+#pragma unroll
+    for (int i = 0; i < 2; i++) { const float give = g8 & 4 ? b[i] : b[2 + i], keep = g8 & 4 ? b[2 + i] : b[i], got = __shfl_xor_sync(~0u, give, 16); total[i] = MAXIMUM ? fmaxf(keep, got) : keep + got; }
+  }
+  // Scores, scales and weights of the group's next tile; `first` of the token, `last` of this group's. `parity`: of the token.
+  template <int KIND> DI void tile(uint32_t parity, bool first, bool last) {
+    forget(lane);
+    g8 = lane >> 2; t = lane & 3;
+    const uint32_t raw = base + RAW + stage * STAGE;
+    float S[32];
+    wait(base + RAW_FULL + 8 * stage, phase);
+    const int key = 16 * (g8 >> 1) + 4 * (g8 & 1) + w;
+    const uint32_t bits = load_word(base + VALID + 8 * ring() + (g8 & 4)) >> (key & 31);
+    const bool ok0 = bits & 1, ok1 = bits & 256;
+    {
+      const uint32_t row = raw + row_at<KIND>(key), scales = raw + scales_at<KIND>() + w * 128 + g8 * 4;
+      uint32_t A[2][8];
+      uint4 d[2];
+      read_block<KIND, 0>(d, row);
+      widen_scales<KIND>(row, scales + t * 32);
+      __syncwarp();
+      block<KIND, 0>(S, A, d, row, scales + (KIND == KIND_NVFP4 ? t : t >> 1) * PART);
+    }
+    mma_wait<0>();
+    wait(base + WEIGHTS_EMPTY + 8 * group, (own & 1) ^ 1);
+    wait(base + SETTLED + 8 * (group ^ 1), before());
+    const bool met = !first && load_word(base + MET + 4 * parity);
+    bool grew;
+    {
+      float ref[16];
+#pragma unroll
+      for (int c = 0; c < 8; c++) {
+        float2 r = make_float2(0.f, 0.f);
+        if (met) r = load_float2(base + REFERENCE + parity * 256 + (8 * c + 2 * t) * 4);
+        ref[2 * c] = r.x; ref[2 * c + 1] = r.y;
+      }
+      float top0 = -INF, top1 = -INF;
+#pragma unroll
+      for (int c = 0; c < 8; c++)
+#pragma unroll
+        for (int e = 0; e < 2; e++) {
+          S[4 * c + e] = fmaf(S[4 * c + e], c1, -ref[2 * c + e]); S[4 * c + 2 + e] = fmaf(S[4 * c + 2 + e], c1, -ref[2 * c + e]);
+          top0 = fmaxf(top0, S[4 * c + e]); top1 = fmaxf(top1, S[4 * c + 2 + e]);
+        }
+      const float limit = met ? 8.f : -INF;
+      grew = group_any(group, (ok0 && top0 > limit) || (ok1 && top1 > limit));
+      if (grew || WITH_MAX) move_references(S, ref, ok0, ok1, parity, first, met);
+    }
+    {
+      const float2 r = load_float2(base + REFERENCE + parity * 256 + mine());
+      const float now[2] = {met || grew ? r.x : 0.f, met || grew ? r.y : 0.f};
+#pragma unroll
+      for (int i = 0; i < 2; i++) { sum[i] = counted ? sum[i] * exp2_fast(refers[i] - now[i]) : 0.f; refers[i] = now[i]; }
+    }
+    if (w == 0 && one_lane()) { store_shared4(base + GREW + 4 * group, grew && met); store_shared4(base + MET + 4 * parity, grew || met); }
+    __syncwarp();
+    arrive_once(base + SETTLED + 8 * group);
+    counted = met || grew;
+    if (__ballot_sync(~0u, ok0 && ok1) != ~0u) {
+#pragma unroll
+      for (int c = 0; c < 8; c++)
+#pragma unroll
+        for (int e = 0; e < 2; e++) {
+          if (!ok0) S[4 * c + e] = -INF;
+          if (!ok1) S[4 * c + 2 + e] = -INF;
+        }
+    }
+    const uint32_t at = base + WEIGHTS + group * 8192 + ((lane >> 4) * 8 + (lane & 7)) * 128 + (((2 * w + ((lane >> 3) & 1)) ^ (lane & 7)) << 4);
+    float sums[16];
+#pragma unroll
+    for (int c = 0; c < 8; c += 2) {
+      uint32_t P[4];
+#pragma unroll
+      for (int x = 0; x < 2; x++) {
+        const float* s = S + 4 * (c + x);
+        const float e0 = exp2_fast(s[0]), e1 = exp2_fast(s[1]), f0 = exp2_fast(s[2]), f1 = exp2_fast(s[3]);
+        P[2 * x] = pack_f16(e0, e1); P[2 * x + 1] = pack_f16(f0, f1);
+        sums[2 * (c + x)] = e0 + f0; sums[2 * (c + x) + 1] = e1 + f1;
+      }
+      store_matrices_turned(at + c * 1024, P[0], P[1], P[2], P[3]);
+    }
+    float add[2];
+    gather_columns<false>(sums, add);
+    sum[0] += add[0]; sum[1] += add[1];
+    if (last) {
+      wait(base + SUMS_READ, parity ^ 1);             // those of the token before
+      store_float2(base + SUMS + group * 1024 + w * 256 + mine(), sum[0], sum[1]);
+      if (w == 0) store_float2(base + SUM_REFERENCE + group * 256 + mine(), refers[0], refers[1]);
+    }
+    fence_tensor();
+    __syncwarp();
+    arrive_once(base + FULL + 8 * group);
+    own++;
+    stage += 2;
+    if (stage >= STAGES) { stage -= STAGES; phase ^= 1; }
+  }
+  DI void run(int item0) {
+    const int items = p.tokens * p.head_blocks;
+    QueryRows query;
+    query.g8 = g8; query.t = t; query.head = 16 * w + g8; query.row = base + QUERY + query.head * 128;
+    int started = -1;          // the query under way
+    if (group == 0 && item0 < items) query.start(p, started = item0);
+    __syncthreads();
+    while (true) {
+      const uint32_t word = __shfl_sync(~0u, load_word(base + WHICH + 4 * ring()), 0), parity = (word >> 5) & 1;
+      if ((word & 3) == 2) break;
+      const bool first = (word & 12) == 0;
+      if (first) {
+        const int item = load_word(base + ITEM + 4 * ring());
+        wait(base + SETTLED + 8 * (group ^ 1), before());   // the query before is read
+        const int position = position_of(p, p.head_blocks == 1 ? item : item / p.head_blocks);
+        if (item != started) query.start(p, item);
+        query.finish(p, position);
+        fence_tensor();
+        group_sync(group);
+        arrive_once(base + QUERY_FULL);
+      } else if ((word & 12) == 4) {
+        wait(base + QUERY_FULL, parity);
+      }
+      if (first || (word & 12) == 4) counted = false;
+      if (A_KIND == B_KIND || !(word & 1)) tile<A_KIND>(parity, first, word & 16);
+      else tile<B_KIND>(parity, first, word & 16);
+    }
+    copy_wait<0>();
+  }
+};

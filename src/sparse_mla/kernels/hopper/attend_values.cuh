@@ -1,0 +1,344 @@
+// The warpgroups of values, and the output.
+#pragma once
+
+// ---------------------------------------------------------------- values
+struct Values {
+  uint32_t base;               // shared memory
+  int g, w, lane, g8, t;
+};
+
+// Factors of heads 8 c + 2 t + e, from a table of 64.
+DI void rescale(const Values& s, float (&acc)[128], uint32_t table) {
+#pragma unroll
+  for (int c = 0; c < 8; c++) {
+    const float2 f = load_float2(table + (8 * c + 2 * s.t) * 4);
+#pragma unroll
+    for (int m = 0; m < 4; m++) { float* a = acc + 32 * m + 4 * c; a[0] *= f.x; a[1] *= f.y; a[2] *= f.x; a[3] *= f.y; }
+  }
+}
+// Left operands of two row blocks, 4 dims of a lane: words of keys (h, e); `half`: which 4 of the 8 dims.
+template <int KIND> DI void widen_words(uint32_t* a, const uint32_t (&x)[2][2], uint32_t sc0, uint32_t sc1, int half) {
+#pragma unroll
+  for (int h = 0; h < 2; h++) {
+    const uint32_t sc = h ? sc1 : sc0;
+    uint32_t v[4];
+    if (KIND == KIND_NVFP4) {
+      const uint32_t k0 = e2m1_high_bytes(x[h][0] >> (16 * half)), k1 = e2m1_high_bytes(x[h][1] >> (16 * half));
+      const uint32_t lo = __byte_perm(k0, k1, 0x5140), hi = __byte_perm(k0, k1, 0x7362);
+      v[0] = __byte_perm(lo, 0, 0x1404); v[1] = __byte_perm(lo, 0, 0x3424); v[2] = __byte_perm(hi, 0, 0x1404); v[3] = __byte_perm(hi, 0, 0x3424);
+    } else {
+      const uint32_t lo = __byte_perm(x[h][0], x[h][1], 0x5140), hi = __byte_perm(x[h][0], x[h][1], 0x7362);
+      v[0] = e4m3_pair<0>(lo); v[1] = e4m3_pair<1>(lo); v[2] = e4m3_pair<0>(hi); v[3] = e4m3_pair<1>(hi);
+    }
+    a[2 * h] = times(v[0], sc); a[2 * h + 1] = times(v[1], sc); a[4 + 2 * h] = times(v[2], sc); a[4 + 2 * h + 1] = times(v[3], sc);
+  }
+}
+// The same from bf16 dims.
+DI void widen_tail(uint32_t* a, const uint32_t (&x)[2][2], const uint32_t (&y)[2][2]) {
+#pragma unroll
+  for (int h = 0; h < 2; h++) {
+    a[2 * h] = bf16_to_f16(__byte_perm(x[h][0], x[h][1], 0x5410)); a[2 * h + 1] = bf16_to_f16(__byte_perm(x[h][0], x[h][1], 0x7632));
+    a[4 + 2 * h] = bf16_to_f16(__byte_perm(y[h][0], y[h][1], 0x5410)); a[4 + 2 * h + 1] = bf16_to_f16(__byte_perm(y[h][0], y[h][1], 0x7632));
+  }
+}
+// Adds a tile to the accumulators, and does what else there is to do between its eight steps: acc[32 m + 4 c + 2 r + e] is dim 2 m + r of the lane's 8, head 8 c + 2 t + e.
+template <int KIND, class Side> DI void add_tile(const Values& s, float (&acc)[128], uint32_t raw, uint32_t weights, bool first, Side side) {
+  constexpr int PITCH = Raw<KIND>::PITCH;
+  const bool tail = KIND == KIND_V4 && s.g == 1 && s.w == 3;
+  const uint32_t rows = raw + s.t * (16 * PITCH + 32) + (tail ? 448 + 16 * s.g8 : (256 * s.g + 64 * s.w + 8 * s.g8) >> (KIND == KIND_NVFP4));
+  const uint32_t scales = raw + scales_at<KIND>() + 8 * s.t + (KIND == KIND_NVFP4 ? (4 * (s.w & 1) + (s.g8 >> 1)) * PART + (2 * s.g + (s.w >> 1)) * 32
+                                                                                 : (2 * (s.w & 1) + (s.g8 >> 2)) * PART + (2 * s.g + (s.w >> 1)) * 32);
+  const uint64_t right = dim_major(weights);
+  uint32_t A[2][8], x[2][2], y[2][2];
+  uint2 pairs;
+  const auto read = [&](int k) {
+    pairs = load_shared8(scales + 128 * k);
+#pragma unroll
+    for (int h = 0; h < 2; h++)
+#pragma unroll
+      for (int e = 0; e < 2; e++) {
+        const uint32_t from = rows + (8 * h + 4 * e + k) * PITCH;
+        if (KIND == KIND_NVFP4) { x[h][e] = load_word(from); y[h][e] = x[h][e]; }
+        else { const uint2 v = load_shared8(from); x[h][e] = v.x; y[h][e] = v.y; }
+      }
+  };
+  read(0);
+#pragma unroll
+  for (int k = 0; k < 4; k++) {
+    const uint32_t sc0 = __byte_perm(pairs.x, pairs.y, 0x5410), sc1 = __byte_perm(pairs.x, pairs.y, 0x7632);
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      if (k > 0) mma_wait<1>();                       // the products that read A[half]
+      if (tail) {
+        if (half == 1) {
+#pragma unroll
+          for (int h = 0; h < 2; h++)
+#pragma unroll
+            for (int e = 0; e < 2; e++) { const uint2 v = load_shared8(rows + (8 * h + 4 * e + k) * PITCH + 8); x[h][e] = v.x; y[h][e] = v.y; }
+        }
+        widen_tail(A[half], x, y);
+      } else {
+        if (half == 0) widen_words<KIND>(A[half], x, sc0, sc1, half);
+        else widen_words<KIND>(A[half], y, sc0, sc1, half);
+      }
+      if (half == 1 && k < 3) read(k + 1);            // early: they arrive while the products are issued
+      mma_fence();
+      const int keep = k > 0 || !first;
+      if (half == 0) { keys_mma<0>(acc, A[0], right + 2 * k, keep); keys_mma<32>(acc, A[0] + 4, right + 2 * k, keep); }
+      else { keys_mma<64>(acc, A[1], right + 2 * k, keep); keys_mma<96>(acc, A[1] + 4, right + 2 * k, keep); }
+      mma_commit();
+      side(2 * k + half);                             // the products are under way
+    }
+  }
+  mma_wait<0>();
+}
+
+DI void write_statistics(const Args& p, int token, int head, float m, float l, float true_max) {
+  if (head >= p.heads) return;
+  const int64_t at = (int64_t)token * p.heads + head;
+  if (p.lse) p.lse[at] = l > 0.f ? m * LN2 + logf(l) : INF;
+  if (WITH_MAX && p.max_logits) p.max_logits[at] = true_max * LN2;
+}
+// Denominator with the sink, relative to 2^m.
+DI float denominator(const Args& p, int head, float m, float l) {
+  const float sink = p.sink && head < p.heads ? __ldg(p.sink + head) : -INF;
+  return l + exp2_fast(sink * LOG2E - m);
+}
+
+// Where the rows of a token go; a lane holds 8 dims of a head, four lanes a block of 32.
+struct Output {
+  const Args& p;
+  uint8_t* data;               // of head 0 of the 64, this lane's dims
+  int token, head0, block, part, t;
+  float per_group;             // 1 / heads of a group
+  uint32_t codes;              // of the scales that this lane is to store, one byte a pair of c
+
+  DI void start(int first_block) {
+    block = first_block;
+    per_group = 1.f / (float)p.heads_per_group;
+    const int64_t dim = (int64_t)token * p.heads * 512 + (OUT_CHUNKED ? block * 32 * p.heads_per_group : (head0 + 2 * t) * 512 + block * 32) + part * 8;
+    data = p.out + dim * (FP8_OUTPUT ? 1 : 2);
+    codes = 0;
+  }
+  DI int group_of(int head) const { return (int)(((float)head + 0.5f) * per_group); }
+  // Head 8 c + 2 t + e times w.
+  DI void store(const float (&v)[8], float w, int c, int e) {
+    const int head = head0 + 8 * c + 2 * t + e;
+    int64_t at = (8 * c + e) * 512;
+    if (OUT_CHUNKED) { const int group = group_of(head); at = (int64_t)group * p.heads_per_group * 480 + head * 32; }   // 512 group hpg + 32 member
+    uint8_t* to = data + at * (FP8_OUTPUT ? 1 : 2);
+    const bool live = head < p.heads;
+    if (!FP8_OUTPUT) {
+      if (live) *(uint4*)to = make_uint4(pack_bf16(v[0] * w, v[1] * w), pack_bf16(v[2] * w, v[3] * w), pack_bf16(v[4] * w, v[5] * w), pack_bf16(v[6] * w, v[7] * w));
+      return;
+    }
+    float amax = fmaxf(fmaxf(fmaxf(fabsf(v[0]), fabsf(v[1])), fmaxf(fabsf(v[2]), fabsf(v[3]))), fmaxf(fmaxf(fabsf(v[4]), fabsf(v[5])), fmaxf(fabsf(v[6]), fabsf(v[7]))));
+    amax = fmaxf(amax, __shfl_xor_sync(~0u, amax, 4)); amax = fmaxf(amax, __shfl_xor_sync(~0u, amax, 8));
+    const uint32_t bits = __float_as_uint(fmaxf(amax * w, 1e-4f) * (1.0f / 448.0f));
+    const uint32_t code = (bits + 0x7fffff) >> 23;            // exponent, one more if the mantissa is not zero
+    const float f = __uint_as_float((254 - code) << 23) * w;  // the first factor is a power of two
+    if (live) *(uint2*)to = make_uint2(pack_e4m3(v[0] * f, v[1] * f) | (pack_e4m3(v[2] * f, v[3] * f) << 16), pack_e4m3(v[4] * f, v[5] * f) | (pack_e4m3(v[6] * f, v[7] * f) << 16));
+    if (part == 2 * (c & 1) + e) codes |= code << (8 * (c >> 1));
+  }
+  // Scales of heads 8 c + .. for c from first to last; this lane's are those of c = 2 k + (part >> 1).
+  DI void store_scales(int first, int last) const {
+    if (!FP8_OUTPUT) return;
+#pragma unroll
+    for (int k = 0; k < 4; k++) {
+      const int c = 2 * k + (part >> 1), head = head0 + 8 * c + 2 * t + (part & 1);
+      if (c < first || c > last || head >= p.heads) continue;
+      const int hpg = p.heads_per_group, group = group_of(head), member = head - group * hpg;
+      const int number = OUT_CHUNKED ? block * hpg + member : member * 16 + block;
+      ((uint8_t*)p.scales)[(((int64_t)group * 4 * hpg + (number >> 2)) * p.scale_stride + token) * 4 + (number & 3)] = (uint8_t)(codes >> (8 * k));
+    }
+  }
+};
+DI void unrotate_pair(float& x, float& y, float co, float si) { const float a = x, b = y; x = a * co + b * si; y = b * co - a * si; }
+// The last 64 dims of 64 heads, turned back. `table`: cosines of this lane's four pairs, sines 32 further.
+DI void unrotate_rows(float (&acc)[128], const float* table) {
+  const float4 co = __ldg((const float4*)table), si = __ldg((const float4*)(table + 32));
+#pragma unroll
+  for (int x = 0; x < 16; x++) {
+    float* a = acc + 4 * (x >> 1) + (x & 1);
+    unrotate_pair(a[0], a[2], co.x, si.x); unrotate_pair(a[32], a[34], co.y, si.y);
+    unrotate_pair(a[64], a[66], co.z, si.z); unrotate_pair(a[96], a[98], co.w, si.w);
+  }
+}
+template <int C> DI void store_rows(Output& out, const float (&acc)[128], const float (&f)[2]) {
+#pragma unroll
+  for (int e = 0; e < 2; e++) {
+    float v[8];
+#pragma unroll
+    for (int m = 0; m < 4; m++) { v[2 * m] = acc[32 * m + 4 * C + e]; v[2 * m + 1] = acc[32 * m + 4 * C + 2 + e]; }
+    out.store(v, __shfl_sync(~0u, f[C >> 2], (8 * C + 2 * out.t + e) & 31), C, e);
+  }
+  if constexpr (C < 7) store_rows<C + 1>(out, acc, f);
+}
+#if SPLITS > 1
+constexpr int SLABS = 8 / SPLITS;   // of 64 dims, that a CTA finishes
+template <int C> DI void send_rows(const Values& s, const float (&acc)[128], uint32_t to, const float (&f)[2]) {
+#pragma unroll
+  for (int e = 0; e < 2; e++) {
+    const float w = __shfl_sync(~0u, f[C >> 2], (8 * C + 2 * s.t + e) & 31);
+#pragma unroll
+    for (int u = 0; u < 2; u++) {
+      const float* a = acc + 64 * u + 4 * C + e;
+      asm volatile("st.shared::cluster.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(to + ((2 * C + e) * 2 + u) * 512), "f"(a[0] * w), "f"(a[2] * w), "f"(a[32] * w), "f"(a[34] * w) : "memory");
+    }
+  }
+  if constexpr (C < 7) send_rows<C + 1>(s, acc, to, f);
+}
+#endif
+
+// What the output will need, into L1 while the tiles are under way.
+DI void prefetch_output(const Args& p, int lane, int head0, int position) {
+  const void* a = nullptr;
+  if (lane < 2 && p.unrotate_output) a = rope_row(p, position) + 32 * lane;
+  if ((lane & 30) == 2 && p.sink && head0 + 32 * (lane & 1) < p.heads) a = p.sink + head0 + 32 * (lane & 1);
+  if (a) asm volatile("prefetch.global.L1 [%0];" ::"l"(a));
+}
+
+// Of heads lane and lane + 32: the reference, the sum of the weights (of one group, or of both), the true maximum.
+DI void read_sums(uint32_t base, int lane, uint32_t parity, int only, float (&M)[2], float (&L)[2], float (&T)[2]) {
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    const uint32_t head = (lane + 32 * i) * 4;
+    M[i] = load_float(base + REFERENCE + parity * 256 + head);
+#pragma unroll
+    for (int x = 0; x < 2; x++) {
+      if (only >= 0 && x != only) continue;
+      const uint32_t at = base + SUMS + x * 1024 + head;
+      const float sum = (load_float(at) + load_float(at + 256)) + (load_float(at + 512) + load_float(at + 768));
+      L[i] += sum > 0.f ? sum * exp2_fast(load_float(base + SUM_REFERENCE + x * 256 + head) - M[i]) : 0.f;
+    }
+    if (WITH_MAX) T[i] = load_float(base + TRUE_MAX + parity * 256 + head);
+  }
+}
+
+DI void add_values(const Args& p, uint32_t base, int g, int w, int lane, int rank, int item0, int item_step) {
+  Values s;
+  s.base = base; s.g = g; s.w = w; s.lane = lane; s.g8 = lane >> 2; s.t = lane & 3;
+  float acc[128];
+  const int items = p.tokens * p.head_blocks;
+  uint32_t done = 0, parity = 0;    // tiles; bit of the tokens that have keys
+  int stage = 0, freed = STAGES - 1;   // of this tile and of the tile before, where the rows of a tile to come go
+  uint32_t phase = 0, freed_phase = 1;
+  Coming coming{p};
+  coming.lane = lane;
+  const Lookup lookup{p, base, 4 * g + w, lane, rank, item_step};
+  lookup.begin(item0);
+  __syncthreads();                  // the first rows are looked up
+#pragma unroll 1
+  for (int i = 0; i < STAGES - 1; i++) coming.start(base, i, i, 4 * g + w, true);
+  Ahead ahead = look_ahead(p, item0);
+  for (int item = item0; item < items; item += item_step) {
+    const int token = p.head_blocks == 1 ? item : item / p.head_blocks, head0 = (item - token * p.head_blocks) * 64;
+    const Span span = span_of(p, ahead.window_keys, ahead.compressed_keys, rank);
+    const int tiles = span.last - span.first, position = ahead.position;
+    prefetch_output(p, lane, head0, position);
+    ahead = look_ahead(p, item + item_step);
+    float M[2], L[2], T[2];   // of heads lane and lane + 32: reference and true maximum (log2 units), sum of the weights
+#pragma unroll
+    for (int i = 0; i < 2; i++) { M[i] = -INF; L[i] = 0.f; T[i] = -INF; }
+    if (tiles == 0) {
+#pragma unroll
+      for (int x = 0; x < 128; x++) acc[x] = 0.f;
+    }
+    for (int j = 0; j < tiles; j++) {
+      const int group = done & 1;
+      const uint32_t raw = base + RAW + stage * STAGE, weights = base + WEIGHTS + group * 8192;
+      wait(base + FULL + 8 * group, (done >> 1) & 1);
+      wait(base + RAW_FULL + 8 * stage, phase);       // long over, but what the copies wrote is this thread's to read now
+      if (j > 0 && load_word(base + GREW + 4 * group)) rescale(s, acc, base + RESCALE + group * 256);
+      const auto side = [&](int step) {
+        if (step == 0) {
+          wait(base + RAW_EMPTY + 8 * freed, freed_phase);
+          coming.start(base, done + STAGES - 1, freed, 4 * g + w, false);
+        } else {
+          coming.copy(step - 1);
+        }
+        if (step == 7) { coming.copy(7); lookup.next(done); }
+      };
+      if (A_KIND == B_KIND || span.first + j < span.window_tiles) add_tile<A_KIND>(s, acc, raw, weights, j == 0, side);
+      else add_tile<B_KIND>(s, acc, raw, weights, j == 0, side);
+      __syncwarp();
+      arrive_once(base + RAW_EMPTY + 8 * stage);
+      if (j == tiles - 1) {
+        if (load_word(base + MET + 4 * parity)) read_sums(base, lane, parity, tiles == 1 ? group : -1, M, L, T);
+        __syncwarp();
+        arrive_once(base + SUMS_READ);
+      }
+      arrive_once(base + WEIGHTS_EMPTY + 8 * group);
+      done++;
+      freed = stage; freed_phase = phase;
+      stage = stage == STAGES - 1 ? 0 : stage + 1;
+      phase ^= stage == 0;
+    }
+    parity ^= tiles > 0;
+    float f[2];
+    const int slab = 4 * g + w;       // of 64 dims
+    Output out{p, nullptr, token, head0, 0, s.g8 & 3, s.t};
+#if SPLITS == 1
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      const int head = head0 + lane + 32 * i;
+      f[i] = M[i] == -INF ? 0.f : 1.f / denominator(p, head, M[i], L[i]);
+      if (g == 0 && w == 0) write_statistics(p, token, head, M[i], L[i], T[i]);
+    }
+    if (slab == 7 && p.unrotate_output) unrotate_rows(acc, rope_row(p, position) + 4 * s.g8);
+    out.start(2 * slab + (s.g8 >> 2));
+    store_rows<0>(out, acc, f);
+    out.store_scales(0, 7);
+#else
+    if (g == 0 && w == 0) {
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+        store_float2(base + FINAL_CTA + (lane + 32 * i) * 8, M[i], L[i]);
+        if (WITH_MAX) store_float(base + FINAL_MAX + (lane + 32 * i) * 4, T[i]);
+      }
+    }
+    cluster_arrive(); cluster_wait();
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      const uint32_t from = base + FINAL_CTA + (lane + 32 * i) * 8;
+      const int head = head0 + lane + 32 * i;
+      float top = -INF, all = 0.f, mine = 0.f, true_max = -INF;
+#pragma unroll
+      for (int r = 0; r < SPLITS; r++) {
+        top = fmaxf(top, load_remote(from, r));
+        if (WITH_MAX) true_max = fmaxf(true_max, load_remote(base + FINAL_MAX + (lane + 32 * i) * 4, r));
+      }
+#pragma unroll
+      for (int r = 0; r < SPLITS; r++) {
+        const float e = top == -INF ? 0.f : exp2_fast(load_remote(from, r) - top);
+        all += load_remote(from + 4, r) * e;
+        mine = r == rank ? e : mine;
+      }
+      if (rank == 0 && g == 0 && w == 0) write_statistics(p, token, head, top, all, true_max);
+      f[i] = top == -INF ? 0.f : mine / denominator(p, head, top, all);
+    }
+    if (slab == 7 && p.unrotate_output) unrotate_rows(acc, rope_row(p, position) + 4 * s.g8);
+    send_rows<0>(s, acc, remote(base + (rank * SLABS + slab % SLABS) * 16384 + lane * 16, slab / SLABS), f);
+    cluster_arrive(); cluster_wait();
+    const int got = slab / SPLITS, to_finish = rank * SLABS + got, first = (slab % SPLITS) * SLABS;   // SPLITS warps share a slab
+    out.start(2 * to_finish + (s.g8 >> 2));
+#pragma unroll
+    for (int i = 0; i < SLABS; i++) {
+      const int c = first + i;
+#pragma unroll
+      for (int e = 0; e < 2; e++) {
+        float v[8] = {0, 0, 0, 0, 0, 0, 0, 0};
+#pragma unroll
+        for (int r = 0; r < SPLITS; r++)
+#pragma unroll
+          for (int u = 0; u < 2; u++) {
+            const uint4 y = load_shared16(base + (r * SLABS + got) * 16384 + ((2 * c + e) * 2 + u) * 512 + lane * 16);
+            v[4 * u] += __uint_as_float(y.x); v[4 * u + 1] += __uint_as_float(y.y); v[4 * u + 2] += __uint_as_float(y.z); v[4 * u + 3] += __uint_as_float(y.w);
+          }
+        out.store(v, 1.f, c, e);
+      }
+    }
+    out.store_scales(first, first + SLABS - 1);
+#endif
+  }
+}
