@@ -1,7 +1,7 @@
 """`few_heads.cu` compiled for the CPU and run thread by thread against the float64 oracle. No GPU needed.
 
 Covers what the source computes, where it reads and writes, and how its roles wait for each other; not what only
-real memory can break. `tests/gpu/test_hopper_few_heads.py` is the same on a GPU.
+real memory can break. `tests/gpu/test_hopper.py` is the same on a GPU.
 """
 
 from __future__ import annotations

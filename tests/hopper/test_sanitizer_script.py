@@ -1,0 +1,63 @@
+"""`scripts/hopper-launches`, what the sanitizer runs: its cases cover what they promise, its copies keep every byte. No GPU needed."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from sparse_mla.kernels.hopper import attend as hopper
+from sparse_mla.kernels.hopper.build import RECORDS
+from sparse_mla.kernels.torch.attend import attend as torch_attend
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "hopper-launches"
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    if not SCRIPT.is_file():
+        pytest.skip(f"{SCRIPT.name} is not here: only the repository has it")
+    loader = importlib.machinery.SourceFileLoader("hopper_launches", str(SCRIPT))
+    spec = importlib.util.spec_from_loader(loader.name, loader)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[loader.name] = module
+    loader.exec_module(module)
+    return module
+
+
+def test_every_record_meets_every_split_in_both_sets_and_bodies(script: ModuleType) -> None:
+    names = {record.name for record in RECORDS}
+    for few, every_split in ((True, (1, 2, 3, 4, 8)), (False, (1, 2, 4, 8))):
+        for splits in every_split:
+            found = [
+                case
+                for case in script.cases()
+                if case.splits == splits and (case.heads <= 32) == few
+            ]
+            assert {case.window for case in found} == names
+            assert {case.compressed for case in found} == names
+            assert {case.fp8 for case in found} == {True, False}
+            if few:
+                assert {case.heads for case in found} == {8, 16, 24, 32}
+
+
+def test_a_moved_case_is_right(
+    script: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(hopper, "attend", torch_attend)
+    for case in script.cases()[::6]:
+        assert script.run(case, "cpu")
+    assert capsys.readouterr().out.count(" right\n") == 12
+
+
+def test_a_moved_tensor_keeps_its_strides_and_what_lies_around_it(script: ModuleType) -> None:
+    pages = script.cases()[0].problem().window.cache.pages.repeat(1, 2)[1:, 7:90]
+    moved = script.moved(pages, "cpu")
+    assert moved.stride() == pages.stride()
+    assert moved.storage_offset() == pages.storage_offset()
+    assert bool((moved == pages).all())
