@@ -1,6 +1,6 @@
-"""The Hopper bodies for 8 to 64 heads, each case checked against the oracle first; the peer beside them.
+"""The Hopper bodies for 8 to 128 heads, each case checked against the oracle first; the peer beside them.
 
-python benchmarks/few_heads.py [--peer PATH] [--heads 8 16 32]
+python benchmarks/few_heads.py [--peer PATH] [--heads 8 16 32 64 128]
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from attend import Case, build, ragged_problem
 from sparse_mla.cache.records import MXFP8, NVFP4, V4
 from sparse_mla.kernels.contract import Layout
 from sparse_mla.kernels.hopper import attend as hopper
+from sparse_mla.kernels.hopper.bodies import block_heads
 from sparse_mla.testing import peer
 from sparse_mla.testing.compare import TENSOR_CORE_BODY, assert_matches_oracle
 
@@ -31,7 +32,7 @@ def check(case: Case) -> None:
 
 
 def measure(case: Case) -> str:
-    """One line: records, heads, tokens, splits, time."""
+    """One line: records, heads, tokens, blocks and their heads, splits, time."""
     check(case)
     problem, calls = build(case, case.window, case.compressed)
     out = problem.allocate_out(
@@ -39,9 +40,11 @@ def measure(case: Case) -> str:
     )
     micro = common.time_launches([lambda call=call: hopper.attend(call, out) for call in calls])
     sms = torch.cuda.get_device_properties(0).multi_processor_count
+    block = block_heads(case.heads, case.tokens, batch_invariant=False)
+    blocks = -(-case.heads // block)
     return (
-        f"{case.window.name:6} {case.compressed.name:6} heads {case.heads:2} tokens {case.tokens:4} "
-        f"splits {hopper.splits_of(calls[0], sms)} {micro:8.2f} us"
+        f"{case.window.name:6} {case.compressed.name:6} heads {case.heads:3} tokens {case.tokens:4} "
+        f"blocks {blocks:2} of {block:2} splits {hopper.splits_of(calls[0], sms)} {micro:8.2f} us"
     )
 
 

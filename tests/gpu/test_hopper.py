@@ -1,6 +1,7 @@
 """Both Hopper bodies against the float64 oracle, and what serving needs of them. Needs an SM90 GPU: `pytest -m gpu`.
 
-The number of heads chooses the body: `few_heads.cu` up to 32 of them, in steps of 8, `attend.cu` above. Every cache is
+The number of heads chooses the body here, as in batch-invariant calls: `few_heads.cu` up to 32 of them, in steps of 8, `attend.cu`
+above; `test_hopper_blocks.py` has blocks of heads and the choice by time. Every cache is
 poisoned: what no valid lane names is NaN. Tests of thousands of launches stand first, so that they do not run alone at the end.
 """
 
@@ -18,6 +19,7 @@ from sparse_mla.cache.paged import PagedCache
 from sparse_mla.cache.records import KV_RECORDS, RecordFormat, record_named
 from sparse_mla.kernels.contract import AttendCall, AttendOut, KeySet, Layout
 from sparse_mla.kernels.hopper import attend as hopper
+from sparse_mla.kernels.hopper.bodies import block_heads
 from sparse_mla.testing.compare import (
     TENSOR_CORE_BODY,
     assert_matches_oracle,
@@ -47,6 +49,12 @@ SERVED = [  # pairs of records that models and older caches have
 ]
 PAIRS = [*SERVED, ("nvfp4", "nvfp4"), ("v4", "nvfp4"), ("nvfp4", "v4")]
 LAYOUTS = list(Layout)
+
+
+@pytest.fixture(autouse=True)
+def body_chosen_by_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All heads of a token in one block, or in blocks of 64."""
+    monkeypatch.setattr(hopper, "block_heads", lambda heads, *_: block_heads(heads, 1, True))
 
 
 @pytest.fixture

@@ -13,7 +13,13 @@ import pytest
 
 from sparse_mla.kernels.contract import AttendCall, AttendOut, Layout
 from sparse_mla.kernels.hopper import attend as hopper
-from sparse_mla.kernels.hopper.bodies import FEW_HEADS, Body, head_tiles
+from sparse_mla.kernels.hopper.bodies import (
+    FEW_HEADS,
+    MANY_HEADS_BLOCK,
+    Body,
+    block_heads,
+    head_tiles,
+)
 from sparse_mla.kernels.hopper.build import Variant
 from sparse_mla.testing.compare import TENSOR_CORE_BODY, assert_matches_oracle
 from sparse_mla.testing.inputs import AttendProblem
@@ -88,10 +94,16 @@ class Emulator:
         splits: int = 1,
         ctas: int = 3,
         seed: int = 1,
+        block: int | None = None,
     ) -> None:
-        """What `attend` launches, on `ctas` multiprocessors; the seed sets how fast each warp is."""
+        """What `attend` launches, on `ctas` multiprocessors; the seed sets how fast each warp is.
+
+        `block`: heads of a block, not given = as a batch-invariant call has it.
+        """
         compressed = call.window if call.compressed is None else call.compressed
-        tiles = head_tiles(call.num_heads, call.num_tokens, False) if body is FEW_HEADS else 0
+        if block is None:
+            few = body is FEW_HEADS
+            block = block_heads(call.num_heads, 1, True) if few else MANY_HEADS_BLOCK
         variant = Variant(
             window=call.window.cache.record,
             compressed=compressed.cache.record,
@@ -99,9 +111,9 @@ class Emulator:
             fp8_output=out.is_fp8,
             out_chunked=out.layout is Layout.CHUNK_INTERLEAVED,
             with_max=out.max_logits is not None,
-            head_tiles=tiles,
+            head_tiles=head_tiles(block),
         )
-        head_blocks = hopper._head_blocks(call)
+        head_blocks = -(-call.num_heads // block)
         query = hopper._readable_query(call)
         arguments = hopper._arguments(call, out, query, head_blocks)
         items = call.num_tokens * head_blocks
@@ -115,12 +127,13 @@ class Emulator:
         call: AttendCall | None = None,
         *,
         splits: int = 1,
+        block: int | None = None,
         **outputs: Any,
     ) -> None:
         """Run a problem and compare it with the oracle."""
         call = call or problem.call()
         out = problem.allocate_out(**outputs)
-        self.run(body, call, out, splits=splits)
+        self.run(body, call, out, splits=splits, block=block)
         assert_matches_oracle(call, out, TENSOR_CORE_BODY)
 
 

@@ -14,7 +14,10 @@ from sparse_mla.cache.records import MXFP8, MXFP8_PLANAR, NVFP4, V4
 from sparse_mla.kernels.hopper import attend as hopper
 from sparse_mla.kernels.hopper.bodies import (
     FEW_HEADS,
-    MOST_TOKENS_OF_FEW_HEADS,
+    MANY_HEADS_BLOCK,
+    MICROSECONDS,
+    block_heads,
+    estimated_microseconds,
     head_tiles,
 )
 from sparse_mla.kernels.hopper.build import MANY_HEADS, Variant
@@ -76,22 +79,68 @@ def test_variants_name_their_body() -> None:
 
 
 @pytest.mark.parametrize(
-    ("heads", "tiles"),
-    [(1, 1), (8, 1), (9, 2), (16, 2), (17, 3), (24, 3), (25, 4), (32, 4), (33, 0), (64, 0)],
+    ("heads", "block"),
+    [
+        (1, 8),
+        (8, 8),
+        (9, 16),
+        (16, 16),
+        (17, 24),
+        (24, 24),
+        (25, 32),
+        (32, 32),
+        (33, 64),
+        (128, 64),
+    ],
 )
-def test_heads_choose_the_body(heads: int, tiles: int) -> None:
+def test_a_batch_invariant_call_looks_at_heads_only(heads: int, block: int) -> None:
     for tokens in (1, 128, 4096):
-        assert head_tiles(heads, tokens, batch_invariant=True) == tiles
-    assert head_tiles(heads, 1, batch_invariant=False) == tiles
+        assert block_heads(heads, tokens, batch_invariant=True) == block
 
 
-def test_a_limit_of_tokens_counts_unless_the_batch_must_not_matter(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setitem(MOST_TOKENS_OF_FEW_HEADS, 32, 64)
-    assert head_tiles(32, 64, batch_invariant=False) == 4
-    assert head_tiles(32, 65, batch_invariant=False) == 0
-    assert head_tiles(32, 65, batch_invariant=True) == 4
+@pytest.mark.parametrize(
+    ("heads", "tokens", "block"),
+    [
+        *((1, 1, 8), (8, 4096, 8), (16, 1, 8), (16, 32, 16), (16, 4096, 16), (20, 512, 24)),
+        *((32, 1, 8), (32, 32, 16), (32, 66, 16), (32, 67, 64), (32, 256, 32), (32, 4096, 64)),
+        *((33, 1, 8), (64, 1, 8), (64, 2, 8), (64, 3, 16), (64, 32, 16), (64, 33, 16)),
+        *((64, 34, 64), (64, 128, 64), (64, 4096, 64), (66, 30, 24), (100, 8, 16)),
+        *((128, 1, 8), (128, 2, 16), (128, 16, 16), (128, 17, 64), (128, 512, 64)),
+    ],
+)
+def test_the_least_time_chooses_the_block(heads: int, tokens: int, block: int) -> None:
+    assert block_heads(heads, tokens, batch_invariant=False) == block
+
+
+@pytest.mark.parametrize(
+    ("block", "rows", "microseconds"),
+    [
+        *((8, 1, 7.0), (8, 8, 7.0 + 7 / 31 * 4.9), (16, 64, 16.2), (16, 96, 18.9)),
+        *((16, 132, 21.6), (64, 133, 63.6), (64, 264, 63.6), (64, 528, 116.7)),
+        *((64, 529, 116.7 + 128 / 256 * 53.1), (8, 5280, 60.1 + 4608 / 384 * 39.8)),
+    ],
+)
+def test_times_between_and_beyond_the_entries(block: int, rows: int, microseconds: float) -> None:
+    assert estimated_microseconds(block, rows) == pytest.approx(microseconds)
+
+
+def test_every_block_has_times_in_order() -> None:
+    assert list(MICROSECONDS) == [8, 16, 24, 32, MANY_HEADS_BLOCK]
+    for times in MICROSECONDS.values():
+        assert next(iter(times)) == 1
+        assert list(times) == sorted(times)
+        assert list(times.values()) == sorted(times.values())
+    assert [head_tiles(block) for block in MICROSECONDS] == [1, 2, 3, 4, 0]
+
+
+@pytest.mark.parametrize("blocks", range(2, 17))
+def test_blocks_are_divided_by_multiplication(blocks: int) -> None:
+    problem = make_problem(tokens=1, heads=8, window_keys=4)
+    call, out = problem.call(), problem.allocate_out()
+    mul = hopper._arguments(call, out, call.q, blocks).block_mul
+    for item in (0, 1, blocks - 1, blocks, 12_345, 2**28 // blocks * blocks - 1, 2**28 - 1):
+        assert item * mul >> 32 == item // blocks
+    assert hopper._arguments(call, out, call.q, 1).block_mul == 0
 
 
 @pytest.mark.parametrize(
@@ -109,5 +158,9 @@ def test_a_call_is_split_by_its_body() -> None:
     few = make_problem(tokens=32, heads=8, window_keys=128, compressed_keys=512).call()
     assert hopper.splits_of(few, 132) == 3
     assert hopper.splits_of(replace(few, batch_invariant=True), 132) == 1
-    many = make_problem(tokens=32, heads=64, window_keys=128, compressed_keys=512).call()
+    blocks = make_problem(tokens=1, heads=64, window_keys=128, compressed_keys=512).call()
+    assert hopper.splits_of(blocks, 132) == 8  # 8 rows of 8 heads
+    wide = make_problem(tokens=32, heads=64, window_keys=128, compressed_keys=512).call()
+    assert hopper.splits_of(wide, 132) == 1  # 128 rows of 16 heads
+    many = make_problem(tokens=40, heads=64, window_keys=128, compressed_keys=512).call()
     assert hopper.splits_of(many, 132) == 2

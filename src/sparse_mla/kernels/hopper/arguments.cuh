@@ -41,6 +41,7 @@ struct Args {
   int64_t q_token_stride, q_head_stride;  // bytes
   int64_t scale_stride;        // A, words
   int tokens, heads, head_blocks, heads_per_group;
+  uint32_t block_mul;          // n / head_blocks = umulhi(n, block_mul) for n < 2^28; 0: head_blocks is 1
   int position_step, rope_rows;
   int rotate_query, unrotate_output, query_chunked;
   float scale;

@@ -20,10 +20,9 @@ from torch import Tensor
 from sparse_mla.errors import UnsupportedError
 from sparse_mla.kernels.contract import HEAD_DIM, AttendCall, AttendOut, KeySet, Layout
 from sparse_mla.kernels.division import magic_division
-from sparse_mla.kernels.hopper.bodies import FEW_HEADS, Body, head_tiles
+from sparse_mla.kernels.hopper.bodies import FEW_HEADS, Body, block_heads, head_tiles
 from sparse_mla.kernels.hopper.build import MANY_HEADS, RECORDS, Variant, function, launch
 
-HEADS_OF_A_CTA = 64
 TILE_KEYS = 64
 MAX_CACHE_BYTES = 2**35
 """Offsets of scales are 32-bit numbers of 8-byte units."""
@@ -65,6 +64,7 @@ class _Args(ctypes.Structure):
         ("heads", ctypes.c_int),
         ("head_blocks", ctypes.c_int),
         ("heads_per_group", ctypes.c_int),
+        ("block_mul", ctypes.c_uint32),
         ("position_step", ctypes.c_int),
         ("rope_rows", ctypes.c_int),
         ("rotate_query", ctypes.c_int),
@@ -98,7 +98,7 @@ def attend(call: AttendCall, out: AttendOut) -> None:
         fp8_output=out.is_fp8,
         out_chunked=out.layout is Layout.CHUNK_INTERLEAVED,
         with_max=out.max_logits is not None,
-        head_tiles=_head_tiles(call),
+        head_tiles=head_tiles(_block_heads(call)),
     )
     q = _readable_query(call)
     arguments = _arguments(call, out, q, head_blocks)
@@ -131,7 +131,7 @@ def splits_of(call: AttendCall, num_sms: int) -> int:
     """CTAs that share each row of a call; 1 if its rows must not depend on their number."""
     if _batch_invariant(call):
         return 1
-    body = FEW_HEADS if _head_tiles(call) else MANY_HEADS
+    body = FEW_HEADS if head_tiles(_block_heads(call)) else MANY_HEADS
     return choose_splits(body, call.num_tokens * _head_blocks(call), _tiles(call), num_sms)
 
 
@@ -154,12 +154,12 @@ def _batch_invariant(call: AttendCall) -> bool:
     return call.batch_invariant or (call.plan is not None and call.plan.batch_invariant)
 
 
-def _head_tiles(call: AttendCall) -> int:
-    return head_tiles(call.num_heads, call.num_tokens, _batch_invariant(call))
+def _block_heads(call: AttendCall) -> int:
+    return block_heads(call.num_heads, call.num_tokens, _batch_invariant(call))
 
 
 def _head_blocks(call: AttendCall) -> int:
-    return -(-call.num_heads // HEADS_OF_A_CTA)
+    return -(-call.num_heads // _block_heads(call))
 
 
 def _tiles(call: AttendCall) -> int:
@@ -201,6 +201,7 @@ def _arguments(call: AttendCall, out: AttendOut, q: Tensor, head_blocks: int) ->
         heads=call.num_heads,
         head_blocks=head_blocks,
         heads_per_group=out.heads_per_group,
+        block_mul=-(-(2**32) // head_blocks) if head_blocks > 1 else 0,
         position_step=2 if wide else 1,
         rope_rows=0 if rope is None else rope.shape[0],
         rotate_query=call.rotate_query,

@@ -2,27 +2,33 @@
 #pragma once
 
 // ---------------------------------------------------------------- scores
-// Query heads 16 w .. 16 w + 15: a lane takes dims 16 t .. 16 t + 15 of every block of heads 16 w + g8 and + 8. `start`
-// copies their bf16 values to the head's row; `finish` rotates, rounds to bf16, widens and stores.
+// Query heads 16 w .. 16 w + 15. `start` copies their bf16 values to the head's row, 512 neighbouring bytes at a time;
+// `finish` rotates, rounds to bf16, widens and stores: a lane dims 16 t .. 16 t + 15 of every block of heads 16 w + g8 and + 8.
 struct QueryRows {
-  uint32_t row;                // shared memory of head 16 w + g8, block 0
-  int head, g8, t;             // head 16 w + g8 of the block of 64
+  uint32_t rows;               // shared memory of head 16 w, block 0
+  int w, lane, g8, t;
 
   DI void start(const Args& p, int item) const {
-    const int token = p.head_blocks == 1 ? item : item / p.head_blocks, head0 = (item - token * p.head_blocks) * 64 + head;
-    const int64_t step = p.query_chunked ? (int64_t)128 * p.heads : 128;   // bytes between blocks
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
-      const int h = head0 + 8 * r;
-      const bool live = h < p.heads;
-      const uint8_t* from = p.q + (live ? (int64_t)token * p.q_token_stride + (p.query_chunked ? h * 32 + (int64_t)t * 32 * p.heads : h * p.q_head_stride + t * 32) : 0);
-#pragma unroll
-      for (int b = 0; b < 8; b++)
-#pragma unroll
-        for (int c = 0; c < 2; c++)
-          asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(row + r * 1024 + b * 8192 + (((2 * t + c) ^ g8) << 4)), "l"(from + (live ? b * step + c * 16 : 0)), "r"(live ? 16 : 0) : "memory");
+    const int token = p.head_blocks == 1 ? item : item / p.head_blocks, head0 = (item - token * p.head_blocks) * 64 + 16 * w;
+    const uint8_t* q = p.q + (int64_t)token * p.q_token_stride + (p.query_chunked ? head0 * 32 + lane * 16 : head0 * p.q_head_stride + lane * 16);
+    const int64_t step = p.query_chunked ? (int64_t)32 * p.heads : p.q_head_stride;
+    if (p.query_chunked) {     // 16 dims of 16 heads
+      const int h = lane >> 1;
+      const bool live = head0 + h < p.heads;
+#pragma unroll 4
+      for (int i = 0; i < 32; i++) copy_piece(h, 2 * i + (lane & 1), live ? q + i * step : p.q, live);
+    } else {                   // half a head
+#pragma unroll 4
+      for (int i = 0; i < 32; i++) {
+        const bool live = head0 + (i >> 1) < p.heads;
+        copy_piece(i >> 1, 32 * (i & 1) + lane, live ? q + (i >> 1) * step + (i & 1) * 512 : p.q, live);
+      }
     }
     copy_commit();
+  }
+  // 16 bytes of head 16 w + h, of its 64 pieces; zeros if it is not live.
+  DI void copy_piece(int h, int piece, const uint8_t* from, bool live) const {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(rows + (piece >> 3) * 8192 + h * 128 + (((piece ^ h) & 7) << 4)), "l"(from), "r"(live ? 16 : 0) : "memory");
   }
   DI static uint32_t turn(uint32_t pair, float c, float s) {
     const float a = __uint_as_float(pair << 16), b = __uint_as_float(pair & 0xffff0000u);
@@ -45,7 +51,9 @@ struct QueryRows {
   }
   DI void finish(const Args& p, int position) const {
     const float4* table = (const float4*)(p.rotate_query ? rope_row(p, position) + 8 * t : nullptr);
+    const uint32_t row = rows + g8 * 128;
     copy_wait<0>();
+    __syncwarp();              // those of the whole warp
 #pragma unroll 1
     for (int b = 0; b < 8; b++)
 #pragma unroll
@@ -274,7 +282,7 @@ struct Scores {
   DI void run(int item0) {
     const int items = p.tokens * p.head_blocks;
     QueryRows query;
-    query.g8 = g8; query.t = t; query.head = 16 * w + g8; query.row = base + QUERY + query.head * 128;
+    query.w = w; query.lane = lane; query.g8 = g8; query.t = t; query.rows = base + QUERY + w * 2048;
     int started = -1;          // the query under way
     if (group == 0 && item0 < items) query.start(p, started = item0);
     __syncthreads();
@@ -286,7 +294,7 @@ struct Scores {
         const int item = load_word(base + ITEM + 4 * ring());
         wait(base + SETTLED + 8 * (group ^ 1), before());   // the query before is read
         const int position = position_of(p, p.head_blocks == 1 ? item : item / p.head_blocks);
-        if (item != started) query.start(p, item);
+        if (item != started) { copy_wait<0>(); query.start(p, item); }   // not over copies under way
         query.finish(p, position);
         fence_tensor();
         group_sync(group);

@@ -1,24 +1,36 @@
-"""The kernel bodies for Hopper and which of them runs a call: one table.
+"""The kernel bodies for Hopper and which of them runs a call, in blocks of how many heads: one table.
 
-attend.cu      64 heads of a token at a time (`wgmma`); fewer heads cost as much
-few_heads.cu   at most 32 heads (`mma.sync`, keys on the rows), in steps of 8 heads
+attend.cu      blocks of 64 heads of a token (`wgmma`); fewer heads cost as much
+few_heads.cu   blocks of 8, 16, 24 or 32 heads (`mma.sync`, keys on the rows)
+
+Every block is work of its own: 64 heads of one token are done soonest as 8 rows of 8 heads, on 64 multiprocessors.
 """
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from pathlib import Path
 
 SOURCE_FOLDER = Path(__file__).parent
 HEADS_OF_A_TILE = 8
-"""Heads are padded to a multiple of it by `few_heads.cu`."""
-MOST_TOKENS_OF_FEW_HEADS: dict[int, int | None] = {8: None, 16: None, 24: None, 32: None}
-"""Padded heads and the most tokens for which `few_heads.cu` is the faster body; None = any number, not listed = none.
+"""`few_heads.cu` works on blocks of 1 to 4 tiles of heads."""
+MANY_HEADS_BLOCK = 64
+"""Heads of a block of `attend.cu`."""
+MICROSECONDS: dict[int, dict[int, float]] = {
+    8: {1: 7.0, 32: 11.9, 64: 14.7, 128: 20.3, 512: 60.1},
+    16: {1: 8.6, 32: 13.4, 64: 16.2, 128: 21.6, 512: 67.8},
+    24: {1: 11.0, 32: 16.8, 64: 20.9, 128: 28.3, 512: 93.4},
+    32: {1: 13.5, 32: 20.2, 64: 25.7, 128: 35.0, 512: 119.0},
+    MANY_HEADS_BLOCK: {1: 18.0, 32: 23.2, 64: 24.8, 128: 34.4, 256: 63.6, 512: 116.7},
+}
+"""Time of a launch by heads of a block and rows of work (tokens x blocks); `block_heads` takes the least.
 
-Measured on an H200 (docs/performance.md, 528-byte rows, T = 1 / 32 / 64 / 128 / 512): 8 heads 7.0 / 11.9 / 14.7 / 20.3 / 60.1 us,
-16 heads 8.6 / 13.4 / 16.2 / 21.6 / 67.8, 32 heads 13.5 / 20.2 / 25.7 / 35.0 / 119.0; 64 heads in `attend.cu`
-17.3 / 23.4 / 24.8 / 35.7 / 128.9. So 32 heads lose 4 % around 64 tokens. 24 heads were not timed.
+Measured on an H200 with one block a token (docs/performance.md, 528-byte rows, 128 + 512 keys). 24 heads were not timed:
+means of 16 and 32. One row of 64 heads took 18.9. Other records and longer lists are taken to order the bodies alike.
 """
+ROWS_OF_A_ROUND = 132
+"""Multiprocessors of an H200."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,14 +66,33 @@ FEW_HEADS = Body(
 are done: 32 tokens of 8 heads take 13.6 us in clusters of 3, 23.3 us in clusters of 4."""
 
 
-def head_tiles(num_heads: int, num_tokens: int, batch_invariant: bool) -> int:
-    """Tiles of 8 heads with which `few_heads.cu` runs a call, or 0: the 64-head body runs it.
+@functools.cache
+def block_heads(num_heads: int, num_tokens: int, batch_invariant: bool) -> int:
+    """Heads of a block of work with which a call runs: `MANY_HEADS_BLOCK` in `attend.cu`, fewer in `few_heads.cu`.
 
-    A batch-invariant call does not look at the number of tokens: both bodies round differently.
+    A batch-invariant call does not look at the number of tokens: bodies and splits round differently.
     """
-    tiles = -(-num_heads // HEADS_OF_A_TILE)
-    padded = tiles * HEADS_OF_A_TILE
-    if padded not in MOST_TOKENS_OF_FEW_HEADS:
-        return 0
-    most = MOST_TOKENS_OF_FEW_HEADS[padded]
-    return tiles if most is None or batch_invariant or num_tokens <= most else 0
+    if batch_invariant:
+        return next((n for n in MICROSECONDS if n >= num_heads), MANY_HEADS_BLOCK)
+    return min(
+        MICROSECONDS, key=lambda n: estimated_microseconds(n, num_tokens * -(-num_heads // n))
+    )
+
+
+def estimated_microseconds(heads: int, rows: int) -> float:
+    """`MICROSECONDS` of blocks of so many heads, linear between its entries and beyond the last one.
+
+    More rows than multiprocessors run in rounds: 133 rows take as long as 264, which is the entry of 256.
+    """
+    entries = list(MICROSECONDS[heads].items())
+    if rows > 128:
+        rows = 128 * -(-rows // ROWS_OF_A_ROUND)
+    last = len(entries) - 1
+    above = next((i for i in range(1, last) if entries[i][0] >= rows), last)
+    (left, low), (right, high) = entries[above - 1], entries[above]
+    return low + (rows - left) * (high - low) / (right - left)
+
+
+def head_tiles(heads: int) -> int:
+    """`Variant.head_tiles` of blocks of so many heads."""
+    return 0 if heads == MANY_HEADS_BLOCK else heads // HEADS_OF_A_TILE

@@ -52,7 +52,7 @@ class Variant:
     fp8_output: bool
     out_chunked: bool  # chunk-interleaved output
     with_max: bool  # keeps the true maximum for `max_logits`
-    head_tiles: int = 0  # few heads: tiles of 8 of them; 0 = the 64-head body
+    head_tiles: int = 0  # few heads: tiles of 8 heads of a block; 0 = the 64-head body
 
     @property
     def body(self) -> Body:

@@ -1,6 +1,7 @@
-// Mega attention for Hopper with at most 32 heads: the contract and arguments of attend.cu, but keys stand on the M
-// side of mma.sync and no key is widened in shared memory: raw bytes go from shared memory into registers, are
-// converted there and multiplied. One CTA works on one token at a time and stays for the next one.
+// Mega attention for Hopper in blocks of at most 32 heads: the contract and arguments of attend.cu, but keys stand on
+// the M side of mma.sync and no key is widened in shared memory: raw bytes go from shared memory into registers, are
+// converted there and multiplied. One CTA works on one item at a time and stays for the next one: item i is token
+// i / head_blocks and its block i % head_blocks of 8 HEAD_TILES heads ("token" below), the last of them maybe in part.
 //
 // Keys come in blocks of 16 (of one set each) and tiles of 8 blocks; a ring of blocks lies in shared memory. Roles:
 //   scores    warps 0..7: warp w scores block w of a tile, S^T [16 keys x heads] = K Q^T, and writes weights P^T. They
@@ -93,6 +94,8 @@ static_assert(OWN_SPACE || PARTS_BYTES <= RING * BLOCK_BYTES, "parts fit");
 
 __device__ __align__(16) uint8_t zero_row[640];   // stands for rows that no valid slot names
 
+DI int token_of(const Args& p, int item) { return p.block_mul ? __umulhi(item, p.block_mul) : item; }
+DI int first_head(const Args& p, int item) { return p.block_mul ? (item - token_of(p, item) * p.head_blocks) * HEADS : 0; }
 DI const float* rope_row(const Args& p, int position) { return p.rope + (int64_t)min(max(position, 0), p.rope_rows - 1) * 64; }
 
 // ---------------------------------------------------------------- work of a CTA
@@ -113,9 +116,10 @@ struct Cursor {
 
   DI void ask(const Args& p, int next) {
     next_window = p.a.width; next_compressed = p.b.width;
-    if (next < p.tokens) {
-      if (p.a.lengths) next_window = __ldg(p.a.lengths + next);
-      if (p.b.lengths) next_compressed = __ldg(p.b.lengths + next);
+    const int token = token_of(p, next);
+    if (token < p.tokens) {
+      if (p.a.lengths) next_window = __ldg(p.a.lengths + token);
+      if (p.b.lengths) next_compressed = __ldg(p.b.lengths + token);
     }
   }
   DI void enter(const Args& p, int number, int rank, int window, int compressed) {
@@ -136,13 +140,14 @@ struct Cursor {
     const bool compressed = block >= window_blocks;
     const int key = 16 * (compressed ? block - window_blocks : block) + row;
     const KeyArgs& k = compressed ? p.b : p.a;
-    if (item >= p.tokens || block >= end || key >= (compressed ? compressed_keys : window_keys)) return nullptr;
-    return k.indices + (int64_t)item * k.indices_stride + key;
+    const int token = token_of(p, item);
+    if (token >= p.tokens || block >= end || key >= (compressed ? compressed_keys : window_keys)) return nullptr;
+    return k.indices + (int64_t)token * k.indices_stride + key;
   }
   DI Work next(const Args& p, int rank, int step) {
     Work w;
     w.bits = 0;
-    if (item >= p.tokens) return w;
+    if (token_of(p, item) >= p.tokens) return w;
     const int blocks = min(end - at, BLOCKS), window = min(max(window_blocks - at, 0), blocks);
     w.bits = 512 | blocks | (window << 4);
     at += BLOCKS;
@@ -159,7 +164,10 @@ struct Ring {
   int place; uint32_t round;
   DI Ring ahead(int n) const { Ring r = {place + n, round}; if (r.place >= RING) { r.place -= RING; r.round ^= 1; } return r; }
 };
-DI int position_ahead(const Args& p, int item) { return item < p.tokens ? position_of(p, item) : 0; }
+DI int position_ahead(const Args& p, int item) {
+  const int token = token_of(p, item);
+  return token < p.tokens ? position_of(p, token) : 0;
+}
 
 // ---------------------------------------------------------------- scales
 // Word of a key pair and, for scores, of this lane's group of the first 64 dims; the next 64 dims are 4 bytes on.
@@ -346,7 +354,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend(const __grid_con
   if (warp < 8) {
     if (SCORE_REGISTERS > ENTRY_REGISTERS) set_registers_up<SCORE_REGISTERS>();
     else set_registers_down<SCORE_REGISTERS>();
-    Scores scores{p, base, warp, lane, lane >> 2, lane & 3, c1, GROWTH / c1, SPLITS == 1 ? sink_of(p, lane) : 0.f};
+    Scores scores{p, base, warp, lane, lane >> 2, lane & 3, c1, GROWTH / c1, SPLITS == 1 ? sink_of(p, first_head(p, item) + lane) : 0.f};
     scores.run(rank, step, cursor, query, position);
   } else if (warp < 16) {
     if (VALUE_REGISTERS > ENTRY_REGISTERS) set_registers_up<VALUE_REGISTERS>();

@@ -10,11 +10,12 @@ DI void order(uint32_t (&w)[8]) {
   for (int i = 0; i < 8; i++) w[i] = v[i];
 #endif
 }
-// Dims 64 d + 16 t .. + 15 of head g of each head tile, as bf16.
-DI void load_query(uint32_t (&q)[HEAD_TILES][8], const Args& p, int token, int d, int g, int t) {
+// Dims 64 d + 16 t .. + 15 of head g of each head tile of an item, as bf16.
+DI void load_query(uint32_t (&q)[HEAD_TILES][8], const Args& p, int item, int d, int g, int t) {
+  const int token = token_of(p, item), head0 = first_head(p, item) + g;
 #pragma unroll
   for (int n = 0; n < HEAD_TILES; n++) {
-    const int head = n * 8 + g;
+    const int head = head0 + n * 8;
     const uint8_t* from = p.q + (int64_t)token * p.q_token_stride + (p.query_chunked ? ((4 * d + t) * p.heads + head) * 32 : head * p.q_head_stride + d * 128 + t * 32);
     uint4 x = make_uint4(0, 0, 0, 0), y = x;
     if (head < p.heads && token < p.tokens) { x = load_global16(from); y = load_global16(from + 16); }
@@ -155,7 +156,7 @@ struct Scores {
   uint32_t base;
   int warp, lane, g, t;
   float c1, threshold;
-  float sink;                  // of head `lane`
+  float sink;                  // of head `lane` of the block
   Query q;
   float m[HEAD_TILES][2], l[HEAD_TILES][2], top[HEAD_TILES][2];  // reference and true maximum, sum, of heads 2 t, 2 t + 1
   float S[HEAD_TILES][4];
@@ -268,7 +269,7 @@ struct Scores {
       if (SPLITS == 1) {
         if (lane < HEADS) store_float2(base + FINAL + (parity * HEADS + head) * 16, weight_of(M, L, sink, c1), __int_as_float(position));
         arrive(base + FINAL_FULL + 8 * parity);
-        if (lane < HEADS) write_statistics(p, item, head, M, L, T);
+        if (lane < HEADS) write_statistics(p, token_of(p, item), first_head(p, item) + head, M, L, T);
       } else if (lane < HEADS) {
 #pragma unroll
         for (int r = 0; r < SPLITS; r++) send4(remote(base + FINAL + (rank * HEADS + head) * 16, r), M, L, T, 0.f, remote(base + FINAL_FULL, r));
@@ -317,6 +318,7 @@ struct Scores {
         load_query(raw, p, item + step, warp, g, t);
         finish(item, position, item_parity, rank);
         item += step; item_parity ^= 1; position = next_position;
+        if (SPLITS == 1 && p.block_mul) sink = sink_of(p, first_head(p, item) + lane);
       }
       ring = ring.ahead(work.blocks());
       round ^= parity; parity ^= 1;

@@ -102,7 +102,8 @@ struct Values {
     __syncwarp();
     if (lane == 0) arrive(weights_empty);
     const float* table = p.unrotate_output ? rope_row(p, position) : nullptr;
-    int even = 2 * t;
+    const int token = token_of(p, item);
+    int even = first_head(p, item) + 2 * t;
     asm volatile("" : "+r"(even));   // addresses are found here, not kept in registers from token to token
 #pragma unroll
     for (int n = 0; n < HEAD_TILES; n++)
@@ -110,7 +111,7 @@ struct Values {
       for (int e = 0; e < 2; e++) {
         float v[8];
         pick(v, n, e);
-        store_head(p, item, 8 * n + even + e, v, weight[n][e], table, warp, g, group_mul);
+        store_head(p, token, 8 * n + even + e, v, weight[n][e], table, warp, g, group_mul);
       }
   }
 #else
@@ -130,6 +131,7 @@ struct Values {
         const uint32_t to = remote(base + PARTS + (unit - owner + rank) * 1024 + lane * 16, owner), full = remote(base + FINAL_FULL, owner);
         send4(to, v[0], v[1], v[2], v[3], full); send4(to + 512, v[4], v[5], v[6], v[7], full);
       }
+    const int token = token_of(p, item), head0 = first_head(p, item);
     wait_for_cluster(base + FINAL_FULL, 0);
     for (int first = SPLITS * warp; first + rank < UNITS; first += SPLITS * 8) {
       const int unit = first + rank, n = (unit >> 1) % HEAD_TILES, w = unit / (2 * HEAD_TILES), head = 8 * n + 2 * t + (unit & 1);
@@ -149,8 +151,8 @@ struct Values {
         v[0] += low[r].x * e; v[1] += low[r].y * e; v[2] += low[r].z * e; v[3] += low[r].w * e;
         v[4] += high[r].x * e; v[5] += high[r].y * e; v[6] += high[r].z * e; v[7] += high[r].w * e;
       }
-      if (w == 0 && g == 0) write_statistics(p, item, head, M, L, T);
-      store_head(p, item, head, v, weight_of(M, L, sink_of(p, head), c1), table, w, g, group_mul);
+      if (w == 0 && g == 0) write_statistics(p, token, head0 + head, M, L, T);
+      store_head(p, token, head0 + head, v, weight_of(M, L, sink_of(p, head0 + head), c1), table, w, g, group_mul);
     }
   }
 #endif

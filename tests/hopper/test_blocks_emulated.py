@@ -1,0 +1,111 @@
+"""`few_heads.cu` on blocks of a token's heads, run thread by thread against the float64 oracle. No GPU needed.
+
+`tests/gpu/test_hopper_blocks.py` is the same on a GPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from sparse_mla.kernels.contract import Layout
+from sparse_mla.kernels.hopper.bodies import FEW_HEADS
+from sparse_mla.testing.compare import TENSOR_CORE_BODY, assert_matches_oracle
+from sparse_mla.testing.inputs import make_problem
+
+STANDARD, CHUNKED = Layout.STANDARD, Layout.CHUNK_INTERLEAVED
+RAGGED: dict[str, Any] = {"lengths": "random", "hole_probability": 0.1, "beyond_probability": 0.05}
+
+
+@pytest.mark.parametrize(
+    ("heads", "block", "heads_per_group", "splits", "fp8", "layout"),
+    [
+        (64, 8, 16, 1, True, CHUNKED),
+        (40, 16, 5, 1, True, STANDARD),
+        (66, 24, 33, 1, True, CHUNKED),
+        (66, 32, 11, 3, True, CHUNKED),
+        (20, 8, 20, 8, False, STANDARD),
+        (128, 32, 128, 1, False, CHUNKED),
+        pytest.param(64, 16, 64, 8, True, STANDARD, marks=pytest.mark.slow),
+        pytest.param(64, 32, 8, 8, False, CHUNKED, marks=pytest.mark.slow),
+        pytest.param(128, 8, 16, 8, True, CHUNKED, marks=pytest.mark.slow),
+        pytest.param(128, 24, 32, 1, True, STANDARD, marks=pytest.mark.slow),
+        pytest.param(40, 24, 20, 3, True, STANDARD, marks=pytest.mark.slow),
+        pytest.param(40, 32, 40, 1, True, CHUNKED, marks=pytest.mark.slow),
+        pytest.param(66, 8, 3, 3, True, CHUNKED, marks=pytest.mark.slow),
+        pytest.param(66, 16, 22, 3, False, STANDARD, marks=pytest.mark.slow),
+        pytest.param(20, 16, 5, 3, True, CHUNKED, marks=pytest.mark.slow),
+        pytest.param(20, 24, 4, 1, False, CHUNKED, marks=pytest.mark.slow),
+    ],
+)
+def test_blocks(
+    heads: int,
+    block: int,
+    heads_per_group: int,
+    splits: int,
+    fp8: bool,
+    layout: Layout,
+    emulator: Any,
+) -> None:
+    """Three CTAs take several items each; groups span blocks or are cut by them; lse and maxima too."""
+    problem = make_problem(
+        tokens=3 if splits == 1 else 2,
+        heads=heads,
+        window_keys=40,
+        compressed_keys=50 if splits == 1 else 210,
+        strided=layout is STANDARD,
+        **RAGGED,
+    )
+    call = problem.call(query_layout=layout)
+    outputs = {"fp8": fp8, "layout": layout, "heads_per_group": heads_per_group}
+    emulator.check(FEW_HEADS, problem, call, splits=splits, block=block, **outputs)
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("lengths", ["zero", "random"])
+def test_other_records_and_empty_rows(lengths: str, splits: int, emulator: Any) -> None:
+    problem = make_problem(
+        tokens=3,
+        heads=13,
+        window_keys=20,
+        compressed_keys=90,
+        window_record="v4",
+        compressed_record="nvfp4_planar",
+        sink=20.0 if lengths == "zero" else "random",
+        lengths=lengths,
+    )
+    emulator.check(FEW_HEADS, problem, splits=splits, block=8, fp8=True)
+
+
+def test_a_block_has_the_bits_of_its_heads_alone(emulator: Any) -> None:
+    problem = make_problem(tokens=3, heads=16, window_keys=40, compressed_keys=50, **RAGGED)
+    assert problem.sink is not None
+    upper = replace(problem, q=problem.q[:, 8:], sink=problem.sink[8:].clone())
+    whole, alone = problem.allocate_out(), upper.allocate_out()
+    emulator.run(FEW_HEADS, problem.call(), whole, block=8)
+    emulator.run(FEW_HEADS, upper.call(), alone)
+    assert torch.equal(whole.data[:, 8:], alone.data)
+    assert whole.lse is not None
+    assert alone.lse is not None
+    assert torch.equal(whole.lse[:, 8:], alone.lse)
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+def test_a_partly_filled_block_writes_nothing_behind_its_heads(splits: int, emulator: Any) -> None:
+    problem = make_problem(tokens=2, heads=13, window_keys=40, compressed_keys=150)
+    guarded = make_problem(tokens=4, heads=13).allocate_out()  # two tokens more than there are
+    assert guarded.lse is not None
+    assert guarded.max_logits is not None
+    out = replace(
+        guarded,
+        data=guarded.data[:2],
+        lse=guarded.lse[:2],
+        max_logits=guarded.max_logits[:2],
+    )
+    emulator.run(FEW_HEADS, problem.call(), out, splits=splits, block=8)
+    assert_matches_oracle(problem.call(), out, TENSOR_CORE_BODY)
+    for whole in (guarded.data, guarded.lse, guarded.max_logits):
+        assert bool(whole[2:].isnan().all())
