@@ -17,7 +17,7 @@ from sparse_mla.kernels.contract import Layout
 from sparse_mla.kernels.hopper import attend as hopper
 from sparse_mla.kernels.hopper.bodies import block_heads
 from sparse_mla.testing import peer
-from sparse_mla.testing.compare import TENSOR_CORE_BODY, assert_matches_oracle
+from sparse_mla.testing.compare import HOPPER_BODY, assert_matches_oracle
 
 TOKENS = (1, 32, 64, 128, 512)
 RECORDS = ((MXFP8, MXFP8), (MXFP8, NVFP4), (V4, V4))
@@ -28,7 +28,7 @@ def check(case: Case) -> None:
     problem = ragged_problem(case, 150)
     call, out = problem.call(), problem.allocate_out(fp8=True, layout=Layout.CHUNK_INTERLEAVED)
     hopper.attend(call, out)
-    assert_matches_oracle(call, out, TENSOR_CORE_BODY)
+    assert_matches_oracle(call, out, HOPPER_BODY)
 
 
 def measure(case: Case) -> str:

@@ -22,7 +22,7 @@ from sparse_mla.kernels.contract import Layout
 from sparse_mla.kernels.hopper import attend as host
 from sparse_mla.kernels.hopper import build as builder
 from sparse_mla.kernels.hopper.bodies import MANY_HEADS_BLOCK, Body
-from sparse_mla.testing.compare import TENSOR_CORE_BODY, assert_matches_oracle
+from sparse_mla.testing.compare import HOPPER_BODY, assert_matches_oracle
 
 LANDED = builder.MANY_HEADS
 CASES = {
@@ -73,7 +73,7 @@ def check(window: RecordFormat, compressed: RecordFormat, tokens: int, invariant
     call = replace(problem.call(), batch_invariant=invariant)
     out = problem.allocate_out(fp8=True, layout=Layout.CHUNK_INTERLEAVED)
     host.attend(call, out)
-    assert_matches_oracle(call, out, TENSOR_CORE_BODY)
+    assert_matches_oracle(call, out, HOPPER_BODY)
     first = out.data.clone()
     for _ in range(REPEATS):
         host.attend(call, out)

@@ -21,7 +21,7 @@ from sparse_mla.kernels.contract import AttendCall, AttendOut, KeySet, Layout
 from sparse_mla.kernels.hopper import attend as hopper
 from sparse_mla.kernels.hopper.bodies import block_heads
 from sparse_mla.testing.compare import (
-    TENSOR_CORE_BODY,
+    HOPPER_BODY,
     assert_matches_oracle,
     output_values,
     same_bits,
@@ -76,7 +76,7 @@ def check(problem: AttendProblem, call: AttendCall | None = None, **out_options:
     """Run a call and compare it with the oracle."""
     call = call or problem.call()
     out = run(problem, call, **out_options)
-    assert_matches_oracle(call, out, TENSOR_CORE_BODY)
+    assert_matches_oracle(call, out, HOPPER_BODY)
     return out
 
 
@@ -405,7 +405,7 @@ def test_a_batch_invariant_row_has_the_bits_of_the_row_alone(heads: int, fp8: bo
         return run(some, replace(some.call(), batch_invariant=True), fp8=fp8)
 
     whole = invariant(problem)
-    assert_matches_oracle(problem.call(), whole, TENSOR_CORE_BODY)
+    assert_matches_oracle(problem.call(), whole, HOPPER_BODY)
     order = torch.randperm(300, device=DEVICE)
     for rows in (order, order[:150], order[:7], *order[:5, None]):
         assert same_bits(invariant(problem.rows(rows)), picked(whole, rows))

@@ -10,7 +10,7 @@ import torch
 from sparse_mla.kernels.contract import AttendCall, AttendOut, Layout
 from sparse_mla.kernels.hopper import attend as hopper
 from sparse_mla.kernels.hopper.bodies import block_heads
-from sparse_mla.testing.compare import TENSOR_CORE_BODY, assert_matches_oracle, same_bits
+from sparse_mla.testing.compare import HOPPER_BODY, assert_matches_oracle, same_bits
 from sparse_mla.testing.inputs import AttendProblem, make_problem
 
 _HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -57,14 +57,14 @@ def test_chosen_blocks(heads: int, tokens: int, block: int, layout: Layout) -> N
     call = problem.call(query_layout=layout)
     for fp8 in (True, False):
         out = run(problem, call, fp8=fp8, layout=layout)
-        assert_matches_oracle(call, out, TENSOR_CORE_BODY)
+        assert_matches_oracle(call, out, HOPPER_BODY)
 
 
 @pytest.mark.parametrize("records", RECORDS, ids="-".join)
 @pytest.mark.parametrize("tokens", [1, 8, 32])
 def test_records(tokens: int, records: tuple[str, str]) -> None:
     problem = problem_of(64, tokens, records)
-    assert_matches_oracle(problem.call(), run(problem, fp8=True), TENSOR_CORE_BODY)
+    assert_matches_oracle(problem.call(), run(problem, fp8=True), HOPPER_BODY)
 
 
 @pytest.mark.parametrize("block", [8, 16, 24, 32, 64])
@@ -78,7 +78,7 @@ def test_every_block_and_split(
     problem = problem_of(heads, tokens)
     layout = Layout.CHUNK_INTERLEAVED
     out = run(problem, fp8=True, layout=layout, heads_per_group=heads_per_group)
-    assert_matches_oracle(problem.call(), out, TENSOR_CORE_BODY)
+    assert_matches_oracle(problem.call(), out, HOPPER_BODY)
 
 
 @pytest.mark.parametrize(("heads", "tokens"), [(64, 1), (64, 8), (128, 1), (100, 3)])

@@ -21,7 +21,7 @@ from sparse_mla.kernels.hopper.bodies import (
     head_tiles,
 )
 from sparse_mla.kernels.hopper.build import Variant
-from sparse_mla.testing.compare import TENSOR_CORE_BODY, assert_matches_oracle
+from sparse_mla.testing.compare import HOPPER_BODY, assert_matches_oracle
 from sparse_mla.testing.inputs import AttendProblem
 
 COMPILER = shutil.which("g++")
@@ -134,7 +134,7 @@ class Emulator:
         call = call or problem.call()
         out = problem.allocate_out(**outputs)
         self.run(body, call, out, splits=splits, block=block)
-        assert_matches_oracle(call, out, TENSOR_CORE_BODY)
+        assert_matches_oracle(call, out, HOPPER_BODY)
 
 
 @pytest.fixture(scope="session")

@@ -14,7 +14,7 @@ import torch
 
 from sparse_mla.kernels.contract import Layout
 from sparse_mla.kernels.hopper.build import MANY_HEADS
-from sparse_mla.testing.compare import TENSOR_CORE_BODY, assert_matches_oracle
+from sparse_mla.testing.compare import HOPPER_BODY, assert_matches_oracle
 from sparse_mla.testing.inputs import make_problem
 
 RAGGED: dict[str, Any] = {"lengths": "random", "hole_probability": 0.1, "beyond_probability": 0.05}
@@ -88,7 +88,7 @@ def test_the_speed_of_warps_changes_no_bit(emulator: Any) -> None:
         emulator.run(MANY_HEADS, problem.call(), out, ctas=1, seed=seed)
         outs.append(out)
     assert all(bool((out.data == outs[0].data).all()) for out in outs)
-    assert_matches_oracle(problem.call(), outs[0], TENSOR_CORE_BODY)
+    assert_matches_oracle(problem.call(), outs[0], HOPPER_BODY)
 
 
 def test_saturated_queries_stay_finite(emulator: Any) -> None:
@@ -109,3 +109,18 @@ def test_positions_beyond_32_bits_are_clamped_as_the_oracle_does(
     positions = torch.full_like(problem.positions, position, dtype=torch.int64)
     call = replace(problem.call(), positions=positions)
     emulator.check(MANY_HEADS, problem, call, fp8=True)
+
+
+@pytest.mark.parametrize("query_scale", [4.0, 8.0])
+def test_weights_far_below_the_largest_are_not_lost(query_scale: float, emulator: Any) -> None:
+    """Where the heavier of two keys is zero, the lighter one is the output, were its weight 2^-24 of the other's."""
+    problem = make_problem(tokens=6, heads=64, window_keys=2, compressed_keys=None, sink=None)
+    call = replace(problem.call(), q=problem.q * query_scale)
+    cache, record = call.window.cache, call.window.cache.record
+    for slots in call.window.indices.tolist():
+        for number, slot in enumerate(
+            slots
+        ):  # one key has no dims 128 .. 255, the other no 256 .. 383
+            first = slot % cache.page_rows * record.data_stride + 128 * (1 + number)
+            cache.pages[slot // cache.page_rows].view(-1)[first : first + 128] = 0
+    emulator.check(MANY_HEADS, problem, call)

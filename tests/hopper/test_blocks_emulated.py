@@ -13,7 +13,7 @@ import torch
 
 from sparse_mla.kernels.contract import Layout
 from sparse_mla.kernels.hopper.bodies import FEW_HEADS
-from sparse_mla.testing.compare import TENSOR_CORE_BODY, assert_matches_oracle
+from sparse_mla.testing.compare import HOPPER_BODY, assert_matches_oracle
 from sparse_mla.testing.inputs import make_problem
 
 STANDARD, CHUNKED = Layout.STANDARD, Layout.CHUNK_INTERLEAVED
@@ -106,6 +106,6 @@ def test_a_partly_filled_block_writes_nothing_behind_its_heads(splits: int, emul
         max_logits=guarded.max_logits[:2],
     )
     emulator.run(FEW_HEADS, problem.call(), out, splits=splits, block=8)
-    assert_matches_oracle(problem.call(), out, TENSOR_CORE_BODY)
+    assert_matches_oracle(problem.call(), out, HOPPER_BODY)
     for whole in (guarded.data, guarded.lse, guarded.max_logits):
         assert bool(whole[2:].isnan().all())

@@ -12,7 +12,7 @@ import pytest
 
 from sparse_mla.kernels.contract import Layout
 from sparse_mla.kernels.hopper.bodies import FEW_HEADS
-from sparse_mla.testing.compare import TENSOR_CORE_BODY, assert_matches_oracle
+from sparse_mla.testing.compare import HOPPER_BODY, assert_matches_oracle
 from sparse_mla.testing.inputs import make_problem
 
 RAGGED: dict[str, Any] = {"lengths": "random", "hole_probability": 0.1, "beyond_probability": 0.05}
@@ -96,4 +96,4 @@ def test_the_speed_of_warps_changes_no_bit(emulator: Any) -> None:
         emulator.run(FEW_HEADS, problem.call(), out, ctas=2, seed=seed)
         outs.append(out)
     assert all(bool((out.data == outs[0].data).all()) for out in outs)
-    assert_matches_oracle(problem.call(), outs[0], TENSOR_CORE_BODY)
+    assert_matches_oracle(problem.call(), outs[0], HOPPER_BODY)

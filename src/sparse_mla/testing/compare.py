@@ -8,14 +8,15 @@ the output by at most u * A, however much the sum itself cancels. Every bound be
     logits      float32 dot product of 512 terms: dz <= DOT_ULPS * 2**-24 * Z, Z = scale * sum |q_d k_d|
                 rotated query: a float32 rotation that rounds differently (fused multiply-add) can flip
                 the bf16 rounding of a component by one step (2**-7 of it): FLIPS_OF_LOGIT * Z
-    weights     dz moves a weight by the factor exp(dz); rounding to bf16 (tensor cores) by u
-    output      A (2 dz + u) + the rounding of the output format
+    weights     dz moves a weight by the factor exp(dz); rounding to bf16 (tensor cores) by u; f16 weights
+                are off by half a subnormal step w besides, which moves the output by w * sum |v_k| at most
+    output      A (2 dz + u) + w sum |v_k| + the rounding of the output format
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -48,6 +49,9 @@ class Precision:
     weight_roundoff: float  # relative rounding of a probability before the value product
     rotation_flips: bool  # float32 rotation may round differently from the oracle's
     max_code_share: float  # expected share of FP8 codes that differ from the oracle's, at most
+    weight_step: float = (
+        0.0  # absolute error of a weight, the largest being 1: what f16 cannot hold
+    )
 
 
 FLOAT32_BODY = Precision(weight_roundoff=2.0**-20, rotation_flips=False, max_code_share=1e-3)
@@ -66,8 +70,14 @@ off; an FMA in the rotation flips one query component in 2**15 or so, which is n
 """
 
 
+HOPPER_BODY = replace(TENSOR_CORE_BODY, weight_step=2.0**-35)
+"""Weights are f16, at least 2**10 times as large as beside a largest weight of 1: half of 2**-24, by 2**10."""
+
+
 def precision_of(backend: str) -> Precision:
     """The precision class of a backend name ("torch", "reference" or a GPU body)."""
+    if backend == "hopper":
+        return HOPPER_BODY
     return FLOAT32_BODY if backend in ("torch", "reference") else TENSOR_CORE_BODY
 
 
@@ -163,6 +173,7 @@ def output_bound(call: AttendCall, exact: Attended, precision: Precision, out: A
     """
     shift = logit_bound(call, exact, precision)[:, :, None]
     before = exact.magnitude * (2 * shift + precision.weight_roundoff)
+    before = before + precision.weight_step * exact.value_sum
     before = before + 2.0**-22 * exact.output.abs() + 2.0**-40
     size = exact.output.abs() + before
     if not out.is_fp8:

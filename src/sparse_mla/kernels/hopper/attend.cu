@@ -16,8 +16,8 @@
 //   values    warpgroup g adds up (dims x heads) of all tiles for dims 256 g .. 256 g + 255. A lane reads 8 dims of four
 //             keys, pairs up two keys of a dim, widens them, and multiplies by the weights. Between its products a warp
 //             copies 8 rows of the tile STAGES - 1 further, one bulk copy each; one warp at a time looks up where later rows are.
-// The reference of a head's weights moves only when its maximum grew by more than 2^8, so sums are almost never
-// rescaled. The tile after learns it from the tile before (SETTLED). SPLITS > 1: a cluster shares one token's tiles;
+// The reference of a head's weights lies 2^10 below its maximum, so that weights down to 2^-24 of the largest are normal
+// f16. It moves only when the maximum grew by more than 2^5, so sums are almost never rescaled. The tile after learns it from the tile before (SETTLED). SPLITS > 1: a cluster shares one token's tiles;
 // partial sums meet in distributed shared memory, in rank order.
 //
 // Orders. Dims of the query inside 16: step i of a 64-dim block has dim 16 t + 4 i + 2 h + e in place 8 h + 2 t + e.
@@ -81,6 +81,8 @@ constexpr int WARP = 1;
 #define SCORES_REGISTERS 80
 constexpr float LOG2E = 1.4426950408889634f;
 constexpr float LN2 = 0.6931471805599453f;
+constexpr float ABOVE = 10.f;    // of the largest weight over its reference, log2, when that moves
+constexpr float MOST = 15.f;     // ... and at most
 #define INF __int_as_float(0x7f800000)
 
 // What rows that do not exist are read from.

@@ -1,7 +1,7 @@
 """Attention on Hopper: one launch, everything fused, for any number of heads; `bodies.py` says which source runs.
 
 Rounding: the query is rotated in float32 and rounded to bf16, then held as f16; keys are widened to f16, exactly
-within f16's range; logits and sums are float32; weights are rounded to f16; the output is rounded once,
+within f16's range; logits and sums are float32; weights, 2**10 times exp(z - m), are rounded to f16; the output is rounded once,
 after the inverse rotation. f16 saturates: query values at +-65504; ue8m0 block scales above 2**7 read as
 2**7 (such a block holds values above 28,672); values below 2**-24 vanish.
 

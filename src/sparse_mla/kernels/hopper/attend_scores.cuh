@@ -141,7 +141,7 @@ struct Scores {
     }
     if constexpr (B < 7) block<KIND, B + 1>(S, A, next, row, scales);
   }
-  // Moves the references of heads whose maximum over this tile exceeds them by more than 2^8 (all of them on the first
+  // Moves the references of heads whose maximum over this tile exceeds them by more than 2^15 (all of them on the first
   // tile that has a key). S: logits relative to the reference `ref`, log2 units. The weights' space of the group, still
   // unused, holds the maxima of the four warps.
   DI void move_references(float (&S)[32], const float (&ref)[16], bool ok0, bool ok1, uint32_t parity, bool first, bool met) {
@@ -157,7 +157,8 @@ struct Scores {
     top[0] = fmaxf(fmaxf(x0.x, x1.x), fmaxf(x2.x, x3.x)); top[1] = fmaxf(fmaxf(x0.y, x1.y), fmaxf(x2.y, x3.y));
     const float was[2] = {met ? old.x : 0.f, met ? old.y : 0.f};
     if (w == 0) {
-      const float by[2] = {top[0] > (met ? 8.f : -INF) ? top[0] : 0.f, top[1] > (met ? 8.f : -INF) ? top[1] : 0.f};
+      const float limit = met ? MOST : -INF;
+      const float by[2] = {top[0] > limit ? top[0] - ABOVE : 0.f, top[1] > limit ? top[1] - ABOVE : 0.f};
       store_float2(references + mine(), was[0] + by[0], was[1] + by[1]);
       store_float2(base + RESCALE + group * 256 + mine(), exp2_fast(-by[0]), exp2_fast(-by[1]));
       if (WITH_MAX) {
@@ -172,8 +173,8 @@ struct Scores {
       const float2 r = load_float2(references + (8 * c + 2 * t) * 4);
       const float by0 = r.x - ref[2 * c], by1 = r.y - ref[2 * c + 1];
       // No more than the limit, which only the rounding of huge logits exceeds here.
-      S[4 * c] = fminf(S[4 * c] - by0, 8.f); S[4 * c + 1] = fminf(S[4 * c + 1] - by1, 8.f);
-      S[4 * c + 2] = fminf(S[4 * c + 2] - by0, 8.f); S[4 * c + 3] = fminf(S[4 * c + 3] - by1, 8.f);
+      S[4 * c] = fminf(S[4 * c] - by0, MOST); S[4 * c + 1] = fminf(S[4 * c + 1] - by1, MOST);
+      S[4 * c + 2] = fminf(S[4 * c + 2] - by0, MOST); S[4 * c + 3] = fminf(S[4 * c + 3] - by1, MOST);
     }
   }
   DI uint32_t mine() const { return (8 * (4 * (g8 & 1) + (g8 & 2) + (g8 >> 2)) + 2 * t) * 4; }   // in a table of heads: this lane's two
@@ -227,7 +228,7 @@ struct Scores {
           S[4 * c + e] = fmaf(S[4 * c + e], c1, -ref[2 * c + e]); S[4 * c + 2 + e] = fmaf(S[4 * c + 2 + e], c1, -ref[2 * c + e]);
           top0 = fmaxf(top0, S[4 * c + e]); top1 = fmaxf(top1, S[4 * c + 2 + e]);
         }
-      const float limit = met ? 8.f : -INF;
+      const float limit = met ? MOST : -INF;
       grew = group_any(group, (ok0 && top0 > limit) || (ok1 && top1 > limit));
       if (grew || WITH_MAX) move_references(S, ref, ok0, ok1, parity, first, met);
     }

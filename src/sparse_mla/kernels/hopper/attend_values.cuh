@@ -105,6 +105,9 @@ DI float denominator(const Args& p, int head, float m, float l) {
   return l + exp2_fast(sink * LOG2E - m);
 }
 
+// 0 without keys, and where huge logits rounded all weights away.
+DI float share(float x, float denominator) { return denominator > 0.f ? x / denominator : 0.f; }
+
 // Where the rows of a token go; a lane holds 8 dims of a head, four lanes a block of 32.
 struct Output {
   const Args& p;
@@ -282,7 +285,7 @@ DI void add_values(const Args& p, uint32_t base, int g, int w, int lane, int ran
 #pragma unroll
     for (int i = 0; i < 2; i++) {
       const int head = head0 + lane + 32 * i;
-      f[i] = M[i] == -INF ? 0.f : 1.f / denominator(p, head, M[i], L[i]);
+      f[i] = share(1.f, denominator(p, head, M[i], L[i]));
       if (g == 0 && w == 0) write_statistics(p, token, head, M[i], L[i], T[i]);
     }
     if (slab == 7 && p.unrotate_output) unrotate_rows(acc, rope_row(p, position) + 4 * s.g8);
@@ -315,7 +318,7 @@ DI void add_values(const Args& p, uint32_t base, int g, int w, int lane, int ran
         mine = r == rank ? e : mine;
       }
       if (rank == 0 && g == 0 && w == 0) write_statistics(p, token, head, top, all, true_max);
-      f[i] = top == -INF ? 0.f : mine / denominator(p, head, top, all);
+      f[i] = share(mine, denominator(p, head, top, all));
     }
     if (slab == 7 && p.unrotate_output) unrotate_rows(acc, rope_row(p, position) + 4 * s.g8);
     send_rows<0>(s, acc, remote(base + (rank * SLABS + slab % SLABS) * 16384 + lane * 16, slab / SLABS), f);

@@ -25,6 +25,7 @@ class Attended:
     lse: Tensor  # float64 [T, H]
     max_logits: Tensor  # float64 [T, H]
     logit_magnitude: Tensor  # float64 [T, H], largest scale * sum_d |q_d key_d| of a row
+    value_sum: Tensor  # float64 [T, 1, 512], |value| summed over the keys, unweighted
 
 
 def attend(call: AttendCall, out: AttendOut) -> None:
@@ -48,6 +49,7 @@ def attend_exact(call: AttendCall) -> Attended:
     lse = torch.full((tokens, heads), torch.inf, **wide)  # type: ignore[call-overload]
     max_logits = torch.full_like(lse, -torch.inf)
     logit_magnitude = torch.zeros_like(lse)
+    value_sum = torch.zeros_like(output[:, :1])
     for token in range(tokens):
         keys = keys_of(call, token)  # float64 [n, 512]
         if keys.shape[0] == 0:
@@ -66,11 +68,13 @@ def attend_exact(call: AttendCall) -> Attended:
         max_logits[token] = top
         sizes = scale * (query[token].abs() @ keys.abs().T)
         logit_magnitude[token] = sizes.max(dim=1).values
+        value_sum[token] = keys.abs().sum(dim=0)
     if call.unrotate_output:
         cos, sin = angles(call, torch.float64)
         output = turn(output, cos, -sin)
         magnitude = turn(magnitude, cos.abs(), sin.abs(), sign=1.0)
-    return Attended(output, magnitude, lse, max_logits, logit_magnitude)
+        value_sum = turn(value_sum, cos.abs(), sin.abs(), sign=1.0)
+    return Attended(output, magnitude, lse, max_logits, logit_magnitude, value_sum)
 
 
 def _logit_scale(call: AttendCall, token: int) -> float | Tensor:
