@@ -223,7 +223,7 @@ def measure(case: Case, with_peer: bool) -> common.Result:
         gbps=round(moved / ours / 1e3, 1),
         peer=peer.NAME if theirs else None,
         peer_microseconds=round(theirs, 2) if theirs else None,
-        ratio=round(theirs / ours, 3) if theirs else None,
+        ratio=round(round(theirs, 2) / round(ours, 2), 3) if theirs else None,  # of what is written
     )
 
 

@@ -203,7 +203,7 @@ def measure_case(
         gbps=round(ready.moved_bytes / ours / 1e3, 2),
         peer=peer.NAME if theirs else None,
         peer_microseconds=round(theirs, 2) if theirs else None,
-        ratio=round(theirs / ours, 3) if theirs else None,
+        ratio=round(round(theirs, 2) / round(ours, 2), 3) if theirs else None,  # of what is written
     )
     best = bench.measure_limits(device).microseconds(ready.flops, ready.moved_bytes)
     share = round(best / ours, 4) if best else None
