@@ -10,6 +10,7 @@ import pytest
 from sparse_mla.cache.records import INDEX_FP8
 from sparse_mla.errors import UnsupportedError
 from sparse_mla.kernels.hopper import attend as hopper
+from sparse_mla.kernels.hopper.bodies import FEW_HEADS, block_heads, head_tiles
 from sparse_mla.kernels.hopper.build import MANY_HEADS
 from sparse_mla.testing.inputs import make_problem
 
@@ -69,3 +70,25 @@ def test_a_refused_call_raises_before_anything_is_written() -> None:
 def test_no_tokens_is_no_launch() -> None:
     problem = make_problem(tokens=0, heads=64, window_keys=4, compressed_keys=4)
     hopper.attend(problem.call(), problem.allocate_out())
+
+
+@pytest.mark.parametrize("num_heads", [8, 16, 32, 33, 64, 128])
+@pytest.mark.parametrize("widths", [(128, 512), (128, 0), (1, 0)])
+def test_warm_up_launches_every_variant_of_a_step(
+    num_heads: int, widths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hopper, "_multiprocessors", lambda index: 132)
+    hopper.warm_up_tokens.cache_clear()
+    tiles = hopper.tiles_of(widths)
+
+    def variant(tokens: int) -> tuple[int, int]:
+        heads = block_heads(num_heads, tokens, False)
+        body = FEW_HEADS if head_tiles(heads) else MANY_HEADS
+        items = tokens * -(-num_heads // heads)
+        return heads, hopper.choose_splits(body, items, tiles, 132)
+
+    sizes = hopper.warm_up_tokens(num_heads, widths, 700, 0)
+    assert sizes[0] == 1
+    assert {variant(tokens) for tokens in sizes} == {variant(tokens) for tokens in range(1, 701)}
+    assert len({variant(tokens) for tokens in sizes}) == len(sizes)
+    hopper.warm_up_tokens.cache_clear()

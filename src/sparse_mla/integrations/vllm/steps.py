@@ -31,7 +31,7 @@ from sparse_mla.ops.bodies import metadata_rules
 from sparse_mla.ops.write import write_compressed, write_window
 
 WARM_UP_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
-"""Step sizes between which the choice of a kernel and its splits can change."""
+"""Step sizes between which the choice of a portable kernel and its splits can change."""
 
 
 class BoundCache:
@@ -253,6 +253,20 @@ def choice(shape: Shape, device: torch.device) -> BackendChoice:
     return select(problem, DeviceInfo.detect(device))
 
 
+def warm_up_sizes(shape: Shape, device: torch.device, max_tokens: int) -> list[int]:
+    """Step sizes that together run every kernel that steps of up to `max_tokens` tokens run."""
+    if device.type != "cuda":
+        return [1]
+    counts = set(WARM_UP_TOKENS)
+    if choice(shape, device).name == "hopper":
+        from sparse_mla.kernels.hopper.attend import warm_up_tokens
+
+        index = torch.cuda.current_device() if device.index is None else device.index
+        widths = (shape.window_keys, shape.compressed_keys)
+        counts.update(warm_up_tokens(shape.heads, widths, max_tokens, index))
+    return sorted({min(count, max_tokens) for count in counts})
+
+
 @functools.cache
 def warm_up(shape: Shape, device: torch.device, max_tokens: int) -> None:
     """Run every kernel of a shape once on caches of one page, so that serving compiles nothing.
@@ -267,8 +281,7 @@ def warm_up(shape: Shape, device: torch.device, max_tokens: int) -> None:
         compressed = PagedCache.allocate(record, num_pages=1, page_rows=32, device=device)
     rope = torch.zeros(1, ROPE_DIM, device=device)
     sink = torch.zeros(shape.heads, device=device)
-    counts = WARM_UP_TOKENS if device.type == "cuda" else WARM_UP_TOKENS[:1]
-    for tokens in sorted({min(count, max_tokens) for count in counts}):
+    for tokens in warm_up_sizes(shape, device, max_tokens):
         q = torch.zeros(tokens, shape.heads, HEAD_DIM, dtype=torch.bfloat16, device=device)
         latents = torch.zeros(tokens, HEAD_DIM, dtype=torch.bfloat16, device=device)
         positions = torch.zeros(tokens, dtype=torch.int64, device=device)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -135,6 +136,34 @@ def splits_of(call: AttendCall, num_sms: int) -> int:
     return choose_splits(body, call.num_tokens * _head_blocks(call), _tiles(call), num_sms)
 
 
+@functools.cache
+def warm_up_tokens(
+    num_heads: int, list_widths: tuple[int, ...], most: int, device_index: int
+) -> tuple[int, ...]:
+    """Numbers of tokens whose calls together compile what calls of 1 to `most` tokens run.
+
+    Args:
+        num_heads: of a call.
+        list_widths: of its key sets.
+        most: tokens of the largest call.
+        device_index: of a CUDA device.
+    """
+    multiprocessors = _multiprocessors(device_index)
+    first: dict[tuple[int, int], int] = {}
+    for tokens in range(1, most + 1):
+        heads = block_heads(num_heads, tokens, False)
+        body = FEW_HEADS if head_tiles(heads) else MANY_HEADS
+        items = tokens * -(-num_heads // heads)
+        splits = choose_splits(body, items, tiles_of(list_widths), multiprocessors)
+        first.setdefault((heads, splits), tokens)
+    return tuple(first.values())
+
+
+def tiles_of(list_widths: Iterable[int]) -> int:
+    """64-key tiles of key sets of these widths, at least one."""
+    return max(1, sum(-(-width // TILE_KEYS) for width in list_widths))
+
+
 def choose_splits(body: Body, items: int, tiles: int, multiprocessors: int) -> int:
     """CTAs that share one row: the largest cluster of which all rows are resident at once.
 
@@ -164,7 +193,7 @@ def _head_blocks(call: AttendCall) -> int:
 
 def _tiles(call: AttendCall) -> int:
     sets = [call.window] + ([call.compressed] if call.compressed is not None else [])
-    return max(1, sum(-(-keys.width // TILE_KEYS) for keys in sets))
+    return tiles_of(keys.width for keys in sets)
 
 
 @functools.cache
