@@ -136,6 +136,8 @@ def test_choices_and_bounds() -> None:
 def test_settings_have_defaults_and_are_typed() -> None:
     empty = Settings.from_environment({})
     assert (empty.backend, empty.triton_interpreter) == ("auto", False)
+    assert empty.hopper_numbers == "f16"
+    assert Settings.from_environment({"SPARSE_MLA_HOPPER_NUMBERS": "BF16"}).hopper_numbers == "bf16"
     assert empty.cache_dir == Path("~/.cache/sparse_mla").expanduser()
     given = Settings.from_environment(
         {"SPARSE_MLA_BACKEND": " Torch ", "SPARSE_MLA_CACHE_DIR": "/k", "TRITON_INTERPRET": "1"}
@@ -145,3 +147,5 @@ def test_settings_have_defaults_and_are_typed() -> None:
         ArgumentError, match="SPARSE_MLA_BACKEND: got 'cutlass'; allowed: auto, hop"
     ):
         Settings.from_environment({"SPARSE_MLA_BACKEND": "cutlass"})
+    with pytest.raises(ArgumentError, match="HOPPER_NUMBERS: got 'fp8'; allowed: f16, bf16"):
+        Settings.from_environment({"SPARSE_MLA_HOPPER_NUMBERS": "fp8"})

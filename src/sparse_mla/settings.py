@@ -12,6 +12,8 @@ from sparse_mla.errors import ArgumentError
 
 BACKEND_NAMES = ("auto", "hopper", "triton", "torch", "reference")
 """What `backend=` and SPARSE_MLA_BACKEND accept."""
+HOPPER_NUMBERS = ("f16", "bf16")
+"""What SPARSE_MLA_HOPPER_NUMBERS accepts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,35 +22,42 @@ class Settings:
 
     SPARSE_MLA_BACKEND     the backend of every call that does not name one; default `auto`
     SPARSE_MLA_CACHE_DIR   where compiled kernels are kept; default `~/.cache/sparse_mla`
+    SPARSE_MLA_HOPPER_NUMBERS  what query, keys and weights are for Hopper's tensor cores: `f16` (default; values beyond
+                           its range saturate) or `bf16` (none do, weights keep 8 bits, the kernel is slower)
     TRITON_INTERPRET       Triton's own switch: its kernels then run on a CPU, slowly
     """
 
     backend: str
     cache_dir: Path
     triton_interpreter: bool
+    hopper_numbers: str = "f16"
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> Settings:
         """Read the variables of this process, or of a mapping.
 
         Raises:
-            ArgumentError: SPARSE_MLA_BACKEND names no backend.
+            ArgumentError: SPARSE_MLA_BACKEND names no backend, or SPARSE_MLA_HOPPER_NUMBERS no format.
         """
         variables = os.environ if environment is None else environment
-        backend = variables.get("SPARSE_MLA_BACKEND", "auto").strip().lower() or "auto"
-        if backend not in BACKEND_NAMES:
-            raise ArgumentError(
-                "environment variable SPARSE_MLA_BACKEND",
-                repr(backend),
-                ", ".join(BACKEND_NAMES),
-                "correct or unset it",
-            )
+        backend = _one_of(variables, "SPARSE_MLA_BACKEND", BACKEND_NAMES)
         cache = variables.get("SPARSE_MLA_CACHE_DIR") or "~/.cache/sparse_mla"
         return cls(
             backend=backend,
             cache_dir=Path(cache).expanduser(),
             triton_interpreter=variables.get("TRITON_INTERPRET", "0") not in ("", "0"),
+            hopper_numbers=_one_of(variables, "SPARSE_MLA_HOPPER_NUMBERS", HOPPER_NUMBERS),
         )
+
+
+def _one_of(variables: Mapping[str, str], name: str, allowed: tuple[str, ...]) -> str:
+    """The value of a variable, the first of `allowed` if it is not set or empty."""
+    value = variables.get(name, allowed[0]).strip().lower() or allowed[0]
+    if value not in allowed:
+        raise ArgumentError(
+            f"environment variable {name}", repr(value), ", ".join(allowed), "correct or unset it"
+        )
+    return value
 
 
 @dataclass(frozen=True, slots=True)

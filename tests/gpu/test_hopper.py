@@ -352,6 +352,26 @@ def saturated(heads: int) -> AttendProblem:
     )
 
 
+@pytest.mark.parametrize(
+    "pair", [("mxfp8", "nvfp4"), ("v4", "v4"), ("nvfp4", "mxfp8_planar"), ("mxfp8", "mxfp8")]
+)
+@pytest.mark.parametrize("tokens", [3, 300])
+def test_bf16_numbers(tokens: int, pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hopper, "bf16_numbers", lambda: True)
+    check(model_problem(tokens, 64, window_record=pair[0], compressed_record=pair[1]), fp8=True)
+
+
+@pytest.mark.parametrize("record", ["mxfp8", "v4"])
+def test_values_beyond_f16_are_right_in_bf16(record: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys up to 2^24, whose scales and products f16 cannot hold."""
+    monkeypatch.setattr(hopper, "bf16_numbers", lambda: True)
+    problem = make_problem(
+        tokens=40, heads=64, compressed_keys=300, key_scale=2.0**22, window_record=record,
+        compressed_record=record, device=DEVICE,
+    )  # fmt: skip
+    check(problem, replace(problem.call(), q=problem.q * 2.0**-22))
+
+
 @pytest.mark.parametrize("heads", [8, 32, 64])
 def test_saturated_keys_stay_finite(heads: int) -> None:
     assert bool(torch.isfinite(run(saturated(heads)).data).all())

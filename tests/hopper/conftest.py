@@ -112,6 +112,7 @@ class Emulator:
             out_chunked=out.layout is Layout.CHUNK_INTERLEAVED,
             with_max=out.max_logits is not None,
             head_tiles=head_tiles(block),
+            bf16_numbers=hopper.bf16_numbers(),
         )
         head_blocks = -(-call.num_heads // block)
         query = hopper._readable_query(call)

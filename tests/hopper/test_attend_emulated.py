@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from sparse_mla.kernels.contract import Layout
+from sparse_mla.kernels.hopper import attend as hopper
 from sparse_mla.kernels.hopper.build import MANY_HEADS
 from sparse_mla.testing.compare import HOPPER_BODY, assert_matches_oracle
 from sparse_mla.testing.inputs import make_problem
@@ -123,4 +124,29 @@ def test_weights_far_below_the_largest_are_not_lost(query_scale: float, emulator
         ):  # one key has no dims 128 .. 255, the other no 256 .. 383
             first = slot % cache.page_rows * record.data_stride + 128 * (1 + number)
             cache.pages[slot // cache.page_rows].view(-1)[first : first + 128] = 0
+    emulator.check(MANY_HEADS, problem, call)
+
+
+@pytest.fixture
+def bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hopper, "bf16_numbers", lambda: True)
+
+
+@pytest.mark.parametrize("records", [("mxfp8", "nvfp4"), ("v4", "v4"), ("nvfp4", "mxfp8_planar")])
+def test_bf16_numbers(records: tuple[str, str], bf16: None, emulator: Any) -> None:
+    problem = make_problem(
+        tokens=3, heads=64, window_keys=128, compressed_keys=200, window_record=records[0],
+        compressed_record=records[1], **RAGGED,
+    )  # fmt: skip
+    emulator.check(MANY_HEADS, problem, fp8=True)
+
+
+@pytest.mark.parametrize("record", ["mxfp8", "v4"])
+def test_values_beyond_f16_are_right_in_bf16(record: str, bf16: None, emulator: Any) -> None:
+    """Keys up to 2^24, whose scales and products f16 cannot hold."""
+    problem = make_problem(
+        tokens=2, heads=64, compressed_keys=90, key_scale=2.0**22, window_record=record,
+        compressed_record=record,
+    )  # fmt: skip
+    call = replace(problem.call(), q=problem.q * 2.0**-22)
     emulator.check(MANY_HEADS, problem, call)

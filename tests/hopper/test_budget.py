@@ -21,6 +21,7 @@ VARIANTS = {
     "mxfp8 split": Variant(MXFP8, MXFP8, 8, True, False, True),
     "nvfp4": Variant(MXFP8, NVFP4, 1, True, False, False),
     "v4 bf16": Variant(V4, V4, 1, False, False, False),
+    "bf16 numbers": Variant(MXFP8, NVFP4, 1, True, False, False, bf16_numbers=True),
     "planar chunked": Variant(MXFP8_PLANAR, MXFP8_PLANAR, 2, True, True, False),
 }
 

@@ -162,7 +162,12 @@ static inline uint32_t pack_e4m3(float lo, float hi) { return to_e4m3(lo) | to_e
 static inline uint32_t permute(uint32_t a, uint32_t b, uint32_t s) { return __byte_perm(a, b, s); }
 static inline float clamped(float f) { return f > 65504.f ? 65504.f : f < -65504.f ? -65504.f : f; }
 static inline uint32_t bf16_to_f16(uint32_t x) { return pack_f16(clamped(__uint_as_float(x << 16)), clamped(__uint_as_float(x & 0xffff0000u))); }
+#if BF16_NUMBERS
+static inline float wide(uint32_t x) { return __uint_as_float(x << 16); }
+static inline uint32_t times(uint32_t a, uint32_t b) { return pack_bf16(wide(a) * wide(b), wide(a >> 16) * wide(b >> 16)); }
+#else
 static inline uint32_t times(uint32_t a, uint32_t b) { return pack_f16(from_f16(a) * from_f16(b), from_f16(a >> 16) * from_f16(b >> 16)); }
+#endif
 static inline uint32_t least_f16(uint32_t a, uint32_t b) { return pack_f16(fminf(from_f16(a), from_f16(b)), fminf(from_f16(a >> 16), from_f16(b >> 16))); }
 static inline uint32_t low_twice(uint32_t w) { return two(w, w); }
 static inline uint32_t high_twice(uint32_t w) { return two(w >> 16, w >> 16); }

@@ -8,14 +8,28 @@ static inline float4 make_float4(float x, float y, float z, float w) { return {x
 
 // Operands in shared memory: descriptors as the kernel makes them, 128-byte swizzle.
 static inline uint64_t dim_major(uint32_t a) { return (uint64_t)((a & 0x3ffff) >> 4) | (1ull << 16) | (64ull << 32) | (1ull << 62); }
-static inline float half_at(uint32_t a) { return from_f16(get<uint16_t>(a ^ (((a >> 7) & 7) << 4))); }
+// Numbers of the tensor cores.
+#if BF16_NUMBERS
+static inline uint16_t to_number(float f) { return to_bf16(f); }
+static inline float from_number(uint16_t x) { return __uint_as_float((uint32_t)x << 16); }
+static inline uint32_t numbers_of_bf16(uint32_t x) { return x; }
+static inline uint32_t numbers_of_ue8m0(uint32_t a, uint32_t b) { return min(a, 254u) << 7 | min(b, 254u) << 23; }
+#else
+static inline uint16_t to_number(float f) { return to_f16(f); }
+static inline float from_number(uint16_t x) { return from_f16(x); }
+static inline uint32_t numbers_of_bf16(uint32_t x) { return bf16_to_f16(x); }
+static inline uint32_t numbers_of_ue8m0(uint32_t a, uint32_t b) { return least_f16(pack_f16(__uint_as_float(a << 23), __uint_as_float(b << 23)), 0x58005800); }
+#endif
+static inline uint32_t pack_numbers(float lo, float hi) { return two(to_number(lo), to_number(hi)); }
+static inline uint32_t numbers_of_f16(uint32_t x) { return pack_numbers(from_f16(x), from_f16(x >> 16)); }
+static inline float half_at(uint32_t a) { return from_number(get<uint16_t>(a ^ (((a >> 7) & 7) << 4))); }
 static inline float dim_major_at(uint64_t d, int row, int k) { return half_at(((uint32_t)(d & 0x3fff) << 4) + (row >> 3) * 1024 + (row & 7) * 128 + 2 * k); }
 
 struct Left { float a[16][16]; };
 static inline Left left_of_registers(Warp* w, int b) {
   Left x;
   for (int l = 0; l < 32; l++) for (int r = 0; r < 4; r++) for (int h = 0; h < 2; h++)
-    x.a[(l >> 2) + 8 * (r & 1)][2 * (l & 3) + h + 8 * (r >> 1)] = from_f16(w->frag[b][l][r] >> (16 * h));
+    x.a[(l >> 2) + 8 * (r & 1)][2 * (l & 3) + h + 8 * (r >> 1)] = from_number(w->frag[b][l][r] >> (16 * h));
   return x;
 }
 // Adds 16 rows x n columns to what lanes hold from element `first` on; each lane passed the address of its array.

@@ -25,7 +25,8 @@
 // 16 rows share a pad of 32 bytes, so that the reads of both meet different banks.
 //
 // Macros: A_KIND, B_KIND (record of the window and of the compressed set), X_ROW_UNITS (16-byte units between rows),
-// X_SCALE_STRIDE (bytes between rows of scales), SPLITS, FP8_OUTPUT, OUT_CHUNKED, WITH_MAX.
+// X_SCALE_STRIDE (bytes between rows of scales), SPLITS, FP8_OUTPUT, OUT_CHUNKED, WITH_MAX, BF16_NUMBERS (query, keys and
+// weights are bf16 for the tensor cores: nothing saturates, weights keep 8 bits, widening takes three more instructions a pair).
 
 #include "arguments.cuh"
 

@@ -3,7 +3,8 @@
 Rounding: the query is rotated in float32 and rounded to bf16, then held as f16; keys are widened to f16, exactly
 within f16's range; logits and sums are float32; weights, 2**10 times exp(z - m), are rounded to f16; the output is rounded once,
 after the inverse rotation. f16 saturates: query values at +-65504; ue8m0 block scales above 2**7 read as
-2**7 (such a block holds values above 28,672); values below 2**-24 vanish.
+2**7 (such a block holds values above 28,672); values below 2**-24 vanish. With SPARSE_MLA_HOPPER_NUMBERS=bf16 all of them
+are bf16 instead, exact but for the weights, and the 64-head body runs every call.
 
 Rows are shared out over clusters when there are few of them; the merge has a fixed order, so repeats are
 bitwise equal. A batch-invariant call or plan shares no row out.
@@ -21,8 +22,15 @@ from torch import Tensor
 from sparse_mla.errors import UnsupportedError
 from sparse_mla.kernels.contract import HEAD_DIM, AttendCall, AttendOut, KeySet, Layout
 from sparse_mla.kernels.division import magic_division
-from sparse_mla.kernels.hopper.bodies import FEW_HEADS, Body, block_heads, head_tiles
+from sparse_mla.kernels.hopper.bodies import (
+    FEW_HEADS,
+    MANY_HEADS_BLOCK,
+    Body,
+    block_heads,
+    head_tiles,
+)
 from sparse_mla.kernels.hopper.build import MANY_HEADS, RECORDS, Variant, function, launch
+from sparse_mla.settings import settings
 
 TILE_KEYS = 64
 MAX_CACHE_BYTES = 2**35
@@ -99,7 +107,8 @@ def attend(call: AttendCall, out: AttendOut) -> None:
         fp8_output=out.is_fp8,
         out_chunked=out.layout is Layout.CHUNK_INTERLEAVED,
         with_max=out.max_logits is not None,
-        head_tiles=head_tiles(_block_heads(call)),
+        head_tiles=head_tiles(_block_heads_of(call)),
+        bf16_numbers=bf16_numbers(),
     )
     q = _readable_query(call)
     arguments = _arguments(call, out, q, head_blocks)
@@ -128,11 +137,16 @@ def refusals(call: AttendCall) -> list[str]:
     return reasons
 
 
+def bf16_numbers() -> bool:
+    """Whether the tensor cores get bf16 instead of f16, which only the 64-head body can give them."""
+    return settings().hopper_numbers == "bf16"
+
+
 def splits_of(call: AttendCall, num_sms: int) -> int:
     """CTAs that share each row of a call; 1 if its rows must not depend on their number."""
     if _batch_invariant(call):
         return 1
-    body = FEW_HEADS if head_tiles(_block_heads(call)) else MANY_HEADS
+    body = FEW_HEADS if head_tiles(_block_heads_of(call)) else MANY_HEADS
     return choose_splits(body, call.num_tokens * _head_blocks(call), _tiles(call), num_sms)
 
 
@@ -151,7 +165,7 @@ def warm_up_tokens(
     multiprocessors = _multiprocessors(device_index)
     first: dict[tuple[int, int], int] = {}
     for tokens in range(1, most + 1):
-        heads = block_heads(num_heads, tokens, False)
+        heads = _block_heads(num_heads, tokens, invariant=False)
         body = FEW_HEADS if head_tiles(heads) else MANY_HEADS
         items = tokens * -(-num_heads // heads)
         splits = choose_splits(body, items, tiles_of(list_widths), multiprocessors)
@@ -183,12 +197,16 @@ def _batch_invariant(call: AttendCall) -> bool:
     return call.batch_invariant or (call.plan is not None and call.plan.batch_invariant)
 
 
-def _block_heads(call: AttendCall) -> int:
-    return block_heads(call.num_heads, call.num_tokens, _batch_invariant(call))
+def _block_heads(num_heads: int, num_tokens: int, *, invariant: bool) -> int:
+    return MANY_HEADS_BLOCK if bf16_numbers() else block_heads(num_heads, num_tokens, invariant)
+
+
+def _block_heads_of(call: AttendCall) -> int:
+    return _block_heads(call.num_heads, call.num_tokens, invariant=_batch_invariant(call))
 
 
 def _head_blocks(call: AttendCall) -> int:
-    return -(-call.num_heads // _block_heads(call))
+    return -(-call.num_heads // _block_heads_of(call))
 
 
 def _tiles(call: AttendCall) -> int:

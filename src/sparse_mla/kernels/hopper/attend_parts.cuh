@@ -74,11 +74,16 @@ DI void copy_row(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier
       ::"r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
 }
 
+#if BF16_NUMBERS
+#define NUMBER "bf16"
+#else
+#define NUMBER "f16"
+#endif
 // 64 rows x 64 heads x 16: keys in registers; query or weights in shared memory, a head's 16 numbers side by side.
 template <int FIRST, int N> __device__ __forceinline__ void keys_mma(float (&d)[N], const uint32_t* a, uint64_t b, int keep) {
   asm volatile(
       "{\n.reg .pred p;\nsetp.ne.b32 p, %37, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {"
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32." NUMBER "." NUMBER " {"
       "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
       "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
       "}, {%32, %33, %34, %35}, %36, p, 1, 1, 0;\n}"
@@ -95,7 +100,24 @@ DI uint32_t bf16_to_f16(uint32_t x) {
   float hi = fminf(fmaxf(__uint_as_float(x & 0xffff0000u), -65504.f), 65504.f);
   return pack_f16(lo, hi);
 }
-DI uint32_t times(uint32_t a, uint32_t b) { uint32_t r; asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b)); return r; }
+// Pairs of the numbers that the tensor cores take: f16, or bf16 where values leave f16's range.
+DI uint32_t times(uint32_t a, uint32_t b) { uint32_t r; asm("mul.rn." NUMBER "x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b)); return r; }
+#if BF16_NUMBERS
+DI uint32_t numbers_of_bf16(uint32_t x) { return x; }
+DI uint32_t numbers_of_f16(uint32_t x) {
+  float lo, hi;
+  asm("{.reg .b16 l, h; mov.b32 {l, h}, %2; cvt.f32.f16 %0, l; cvt.f32.f16 %1, h;}" : "=f"(lo), "=f"(hi) : "r"(x));
+  return pack_bf16(lo, hi);
+}
+DI uint32_t pack_numbers(float lo, float hi) { return pack_bf16(lo, hi); }
+DI uint32_t numbers_of_ue8m0(uint32_t a, uint32_t b) { return min(a, 254u) << 7 | min(b, 254u) << 23; }
+#else
+DI uint32_t numbers_of_bf16(uint32_t x) { return bf16_to_f16(x); }
+DI uint32_t numbers_of_f16(uint32_t x) { return x; }
+DI uint32_t pack_numbers(float lo, float hi) { return pack_f16(lo, hi); }
+// Scales above 2^7 are read as 2^7, so that no product leaves f16.
+DI uint32_t numbers_of_ue8m0(uint32_t a, uint32_t b) { return least_f16(pack_f16(__uint_as_float(a << 23), __uint_as_float(b << 23)), 0x58005800); }
+#endif
 // e4m3 pair in the low or high half of a word -> f16 pair.
 template <int HIGH> DI uint32_t e4m3_pair(uint32_t w) {
   uint32_t r;

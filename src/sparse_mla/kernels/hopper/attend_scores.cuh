@@ -47,7 +47,7 @@ struct QueryRows {
     }
     __syncwarp();              // the lanes of the row have read what is overwritten now
 #pragma unroll
-    for (int m = 0; m < 8; m++) store_shared4(at + ((m ^ g8) << 4) + 4 * t, bf16_to_f16(v[m]));
+    for (int m = 0; m < 8; m++) store_shared4(at + ((m ^ g8) << 4) + 4 * t, numbers_of_bf16(v[m]));
   }
   DI void finish(const Args& p, int position) const {
     const float4* table = (const float4*)(p.rotate_query ? rope_row(p, position) + 8 * t : nullptr);
@@ -78,13 +78,13 @@ struct Scores {
   DI uint32_t ring() const { return (2 * own + group) & 3; }
   DI uint32_t before() const { return (own ^ group ^ 1) & 1; }   // parity of the other group's tile before this one
 
-  // The f16 scales of the warp's rows, for all who read the tile.
+  // The widened scales of the warp's rows, for all who read the tile.
   template <int KIND> DI void widen_scales(uint32_t row, uint32_t to) const {
     constexpr int H = 8 * Raw<KIND>::PITCH;
     if (KIND == KIND_NVFP4) {
       const uint2 x = load_shared8(row + Raw<KIND>::DATA + 8 * t), y = load_shared8(row + H + Raw<KIND>::DATA + 8 * t);
 #pragma unroll
-      for (int i = 0; i < 8; i++) store_shared4(to + i * PART, e4m3_pair<0>(__byte_perm(i < 4 ? x.x : x.y, i < 4 ? y.x : y.y, (i & 3) | (4 + (i & 3)) << 4)));
+      for (int i = 0; i < 8; i++) store_shared4(to + i * PART, numbers_of_f16(e4m3_pair<0>(__byte_perm(i < 4 ? x.x : x.y, i < 4 ? y.x : y.y, (i & 3) | (4 + (i & 3)) << 4))));
       return;
     }
     const int at = KIND == KIND_V4 ? 4 * (t >> 1) : 4 * t;
@@ -94,19 +94,19 @@ struct Scores {
     for (int i = 0; i < 4; i++) {
       const int byte = KIND == KIND_V4 ? i >> 1 : i;
       const uint32_t a = __byte_perm(x, 0, 0x4440 | byte), b = __byte_perm(y, 0, 0x4440 | byte);
-      store_shared4(to + i * PART, least_f16(pack_f16(__uint_as_float(a << 23), __uint_as_float(b << 23)), 0x58005800));   // at most 2^7
+      store_shared4(to + i * PART, numbers_of_ue8m0(a, b));
     }
   }
   // Dims 4 i .. 4 i + 3 of this lane's 16, as two f16 pairs; `rest`: the second half of 16 bf16 dims.
   template <int KIND, int B> DI static void widen(uint32_t& lo, uint32_t& hi, int i, uint4 x, uint4 rest, uint32_t sc) {
     const uint32_t words[8] = {x.x, x.y, x.z, x.w, rest.x, rest.y, rest.z, rest.w};
-    if (KIND == KIND_V4 && B == 7) { lo = bf16_to_f16(words[2 * i]); hi = bf16_to_f16(words[2 * i + 1]); return; }
+    if (KIND == KIND_V4 && B == 7) { lo = numbers_of_bf16(words[2 * i]); hi = numbers_of_bf16(words[2 * i + 1]); return; }
     if (KIND == KIND_NVFP4) {
       const uint32_t high = e2m1_high_bytes(words[i >> 1] >> (16 * (i & 1)));
-      lo = times(__byte_perm(high, 0, 0x1404), sc); hi = times(__byte_perm(high, 0, 0x3424), sc);
+      lo = times(numbers_of_f16(__byte_perm(high, 0, 0x1404)), sc); hi = times(numbers_of_f16(__byte_perm(high, 0, 0x3424)), sc);
       return;
     }
-    lo = times(e4m3_pair<0>(words[i]), sc); hi = times(e4m3_pair<1>(words[i]), sc);
+    lo = times(numbers_of_f16(e4m3_pair<0>(words[i])), sc); hi = times(numbers_of_f16(e4m3_pair<1>(words[i])), sc);
   }
   template <int KIND, int B> DI void read_block(uint4 (&d)[2], uint32_t row) const {
 #pragma unroll
@@ -260,7 +260,7 @@ struct Scores {
       for (int x = 0; x < 2; x++) {
         const float* s = S + 4 * (c + x);
         const float e0 = exp2_fast(s[0]), e1 = exp2_fast(s[1]), f0 = exp2_fast(s[2]), f1 = exp2_fast(s[3]);
-        P[2 * x] = pack_f16(e0, e1); P[2 * x + 1] = pack_f16(f0, f1);
+        P[2 * x] = pack_numbers(e0, e1); P[2 * x + 1] = pack_numbers(f0, f1);
         sums[2 * (c + x)] = e0 + f0; sums[2 * (c + x) + 1] = e1 + f1;
       }
       store_matrices_turned(at + c * 1024, P[0], P[1], P[2], P[3]);

@@ -30,15 +30,16 @@ template <int KIND> DI void widen_words(uint32_t* a, const uint32_t (&x)[2][2], 
       const uint32_t lo = __byte_perm(x[h][0], x[h][1], 0x5140), hi = __byte_perm(x[h][0], x[h][1], 0x7362);
       v[0] = e4m3_pair<0>(lo); v[1] = e4m3_pair<1>(lo); v[2] = e4m3_pair<0>(hi); v[3] = e4m3_pair<1>(hi);
     }
-    a[2 * h] = times(v[0], sc); a[2 * h + 1] = times(v[1], sc); a[4 + 2 * h] = times(v[2], sc); a[4 + 2 * h + 1] = times(v[3], sc);
+#pragma unroll
+    for (int i = 0; i < 4; i++) a[4 * (i >> 1) + 2 * h + (i & 1)] = times(numbers_of_f16(v[i]), sc);
   }
 }
 // The same from bf16 dims.
 DI void widen_tail(uint32_t* a, const uint32_t (&x)[2][2], const uint32_t (&y)[2][2]) {
 #pragma unroll
   for (int h = 0; h < 2; h++) {
-    a[2 * h] = bf16_to_f16(__byte_perm(x[h][0], x[h][1], 0x5410)); a[2 * h + 1] = bf16_to_f16(__byte_perm(x[h][0], x[h][1], 0x7632));
-    a[4 + 2 * h] = bf16_to_f16(__byte_perm(y[h][0], y[h][1], 0x5410)); a[4 + 2 * h + 1] = bf16_to_f16(__byte_perm(y[h][0], y[h][1], 0x7632));
+    a[2 * h] = numbers_of_bf16(__byte_perm(x[h][0], x[h][1], 0x5410)); a[2 * h + 1] = numbers_of_bf16(__byte_perm(x[h][0], x[h][1], 0x7632));
+    a[4 + 2 * h] = numbers_of_bf16(__byte_perm(y[h][0], y[h][1], 0x5410)); a[4 + 2 * h + 1] = numbers_of_bf16(__byte_perm(y[h][0], y[h][1], 0x7632));
   }
 }
 // Adds a tile to the accumulators, and does what else there is to do between its eight steps: acc[32 m + 4 c + 2 r + e] is dim 2 m + r of the lane's 8, head 8 c + 2 t + e.

@@ -53,6 +53,7 @@ class Variant:
     out_chunked: bool  # chunk-interleaved output
     with_max: bool  # keeps the true maximum for `max_logits`
     head_tiles: int = 0  # few heads: tiles of 8 heads of a block; 0 = the 64-head body
+    bf16_numbers: bool = False  # 64-head body: operands of the products are bf16 instead of f16
 
     @property
     def body(self) -> Body:
@@ -66,6 +67,8 @@ class Variant:
         values["OUT_CHUNKED"] = self.out_chunked
         if self.head_tiles:
             values["HEAD_TILES"] = self.head_tiles
+        else:
+            values["BF16_NUMBERS"] = self.bf16_numbers
         for letter, record in sets.items():
             values[f"{letter}_KIND"] = _KINDS[record]
             values[f"{letter}_ROW_UNITS"] = record.data_stride // 16
