@@ -7,12 +7,15 @@ import importlib.util
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
 from sparse_mla.kernels.hopper import attend as hopper
-from sparse_mla.kernels.hopper.build import RECORDS
+from sparse_mla.kernels.hopper.bodies import FEW_HEADS, Body
+from sparse_mla.kernels.hopper.build import MANY_HEADS, RECORDS, Variant
 from sparse_mla.kernels.torch.attend import attend as torch_attend
+from sparse_mla.testing.inputs import make_problem
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "hopper-launches"
 
@@ -61,3 +64,16 @@ def test_a_moved_tensor_keeps_its_strides_and_what_lies_around_it(script: Module
     assert moved.stride() == pages.stride()
     assert moved.storage_offset() == pages.storage_offset()
     assert bool((moved == pages).all())
+
+
+@pytest.mark.parametrize("splits", [1, 2])
+@pytest.mark.parametrize("body", [MANY_HEADS, FEW_HEADS], ids=["many heads", "few heads"])
+def test_results_stay_right_when_every_lane_arrives(
+    body: Body, splits: int, emulator: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    macros = Variant.macros
+    monkeypatch.setattr(Variant, "macros", lambda v: macros(v) | {"EVERY_LANE_ARRIVES": 1})
+    problem = make_problem(
+        tokens=3 if splits == 1 else 1, heads=8, window_keys=70, compressed_keys=200
+    )
+    type(emulator)(tmp_path).check(body, problem, splits=splits, fp8=True)

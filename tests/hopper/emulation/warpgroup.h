@@ -59,7 +59,11 @@ static inline void group_sync(int g) { gather(g + 1, 128, false); }
 static inline bool group_any(int g, bool x) { return gather(g + 1, 128, x); }
 static inline void forget(int&) {}
 static inline bool one_lane() { together(31, 0, nothing); return cur->lane == 0; }
+#ifdef EVERY_LANE_ARRIVES
+static inline void arrive_once(uint32_t b) { arrive(b); }
+#else
 static inline void arrive_once(uint32_t b) { if (one_lane()) arrive(b); }
+#endif
 static inline int lane_number() { return cur->lane; }
 
 static inline void store_matrices_turned(uint32_t a, uint32_t x, uint32_t y, uint32_t z, uint32_t v) {

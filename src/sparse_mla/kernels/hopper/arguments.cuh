@@ -16,6 +16,12 @@ typedef long long int64_t;
 #define KIND_V4 2
 #define DI __device__ __forceinline__
 
+#ifdef EVERY_LANE_ARRIVES     // for racecheck, which takes no arrival for that of a whole warp
+constexpr int WARP = 32;
+#else
+constexpr int WARP = 1;        // arrivals of a warp
+#endif
+
 struct KeyArgs {
   const uint8_t* pages;        // first byte of page 0
   const int* indices;          // [T, width] slots

@@ -73,11 +73,6 @@ constexpr int FINAL_MAX = FINAL_CTA + 512;    // [64] f32
 constexpr int SHARED_BYTES = 232448;     // what a multiprocessor has
 static_assert(SCALE_UNITS + (APART ? 1024 : 0) <= SHARED_BYTES, "shared memory");
 
-#ifdef EVERY_LANE_ARRIVES     // for racecheck, which takes no arrival for that of a whole warp
-constexpr int WARP = 32;
-#else
-constexpr int WARP = 1;
-#endif
 #define VALUES_REGISTERS 176
 #define SCORES_REGISTERS 80
 constexpr float LOG2E = 1.4426950408889634f;

@@ -339,10 +339,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend(const __grid_con
     if (lane > 0) continue;
     if (i < RING) {
       barrier_init(base + FULL + 8 * i, A_PLANAR || B_PLANAR ? 17 : 1);
-      barrier_init(base + EMPTY + 8 * i, 8);
+      barrier_init(base + EMPTY + 8 * i, 8 * WARP);
     } else {
       barrier_init(base + WEIGHTS_FULL + 8 * (i - RING), 1);
-      barrier_init(base + WEIGHTS_EMPTY + 8 * (i - RING), 8);
+      barrier_init(base + WEIGHTS_EMPTY + 8 * (i - RING), 8 * WARP);
       barrier_init(base + FINAL_FULL + 8 * (i - RING), SPLITS == 1 ? 32 : 1);
       if (SPLITS > 1 && i == RING) arrive_and_expect(base + FINAL_FULL, SPLITS * (16 * HEADS + (UNITS - rank + SPLITS - 1) / SPLITS * 1024));
     }

@@ -77,7 +77,7 @@ struct Values {
       if (A_KIND == B_KIND || i < window) add_values<A_KIND>(acc, b, block + a_row, (A_KIND == KIND_NVFP4 ? block + Record<KIND_NVFP4>::TABLE : table) + a_scale, warp, g);
       else add_values<B_KIND>(acc, b, block + b_row, (B_KIND == KIND_NVFP4 ? block + Record<KIND_NVFP4>::TABLE : table) + b_scale, warp, g);
       __syncwarp();
-      if (lane == 0) arrive(empty);
+      if (WARP == 32 || lane == 0) arrive(empty);
       weights += 32; table += 512; block += BLOCK_BYTES; empty += 8;
       if (empty == base + EMPTY + 8 * RING) { empty = base + EMPTY; block = base + ROWS; }
     }
@@ -100,7 +100,7 @@ struct Values {
         position = __float_as_int(x.y);
       }
     __syncwarp();
-    if (lane == 0) arrive(weights_empty);
+    if (WARP == 32 || lane == 0) arrive(weights_empty);
     const float* table = p.unrotate_output ? rope_row(p, position) : nullptr;
     const int token = token_of(p, item);
     int even = first_head(p, item) + 2 * t;
@@ -186,7 +186,7 @@ struct Values {
       first = work.last();
       if (!first) {
         __syncwarp();
-        if (lane == 0) arrive(weights_empty);
+        if (WARP == 32 || lane == 0) arrive(weights_empty);
       } else {
 #if SPLITS == 1
         finish(item, item_parity, item_round, weights_empty);
