@@ -384,6 +384,18 @@ def test_saturated_queries_stay_finite_too(heads: int) -> None:
     assert bool(torch.isfinite(run(large).data).all())
 
 
+@pytest.mark.parametrize("heads", [8, 64])
+@pytest.mark.parametrize("dim", [5, 500])
+def test_a_query_that_is_nan_is_nan_in_the_output_and_nowhere_else(heads: int, dim: int) -> None:
+    problem = make_problem(tokens=2, heads=heads, compressed_keys=90, device=DEVICE)
+    q = problem.q.clone()
+    q[0, 1, dim] = float("nan")
+    clean, nan = run(problem), run(problem, replace(problem.call(), q=q))
+    assert bool(nan.data[0, 1].isnan().all())
+    clean.data[0, 1] = nan.data[0, 1] = 0
+    assert torch.equal(nan.data, clean.data)
+
+
 # ------------------------------------------------------------------------------------ what serving needs
 
 

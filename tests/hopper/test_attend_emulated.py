@@ -150,3 +150,15 @@ def test_values_beyond_f16_are_right_in_bf16(record: str, bf16: None, emulator: 
     )  # fmt: skip
     call = replace(problem.call(), q=problem.q * 2.0**-22)
     emulator.check(MANY_HEADS, problem, call)
+
+
+def test_a_query_that_is_nan_is_nan_in_the_output_and_nowhere_else(emulator: Any) -> None:
+    problem = make_problem(tokens=2, heads=64, compressed_keys=90)
+    q = problem.q.clone()
+    q[0, 1, 5] = float("nan")
+    clean, nan = problem.allocate_out(), problem.allocate_out()
+    emulator.run(MANY_HEADS, problem.call(), clean)
+    emulator.run(MANY_HEADS, replace(problem.call(), q=q), nan)
+    assert bool(nan.data[0, 1].isnan().all())
+    clean.data[0, 1] = nan.data[0, 1] = 0
+    assert torch.equal(nan.data, clean.data)

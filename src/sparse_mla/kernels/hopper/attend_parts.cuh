@@ -94,11 +94,11 @@ template <int FIRST, int N> __device__ __forceinline__ void keys_mma(float (&d)[
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(keep));
 }
 
-// bf16 pair -> f16 pair, saturated to the largest finite f16.
+// bf16 pair -> f16 pair, saturated to the largest finite f16; NaN stays.
 DI uint32_t bf16_to_f16(uint32_t x) {
-  float lo = fminf(fmaxf(__uint_as_float(x << 16), -65504.f), 65504.f);
-  float hi = fminf(fmaxf(__uint_as_float(x & 0xffff0000u), -65504.f), 65504.f);
-  return pack_f16(lo, hi);
+  uint32_t r;
+  asm("cvt.rn.satfinite.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(__uint_as_float(x & 0xffff0000u)), "f"(__uint_as_float(x << 16)));
+  return r;
 }
 // Pairs of the numbers that the tensor cores take: f16, or bf16 where values leave f16's range.
 DI uint32_t times(uint32_t a, uint32_t b) { uint32_t r; asm("mul.rn." NUMBER "x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b)); return r; }

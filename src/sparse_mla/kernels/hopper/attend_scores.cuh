@@ -172,9 +172,9 @@ struct Scores {
     for (int c = 0; c < 8; c++) {
       const float2 r = load_float2(references + (8 * c + 2 * t) * 4);
       const float by0 = r.x - ref[2 * c], by1 = r.y - ref[2 * c + 1];
-      // No more than the limit, which only the rounding of huge logits exceeds here.
-      S[4 * c] = fminf(S[4 * c] - by0, MOST); S[4 * c + 1] = fminf(S[4 * c + 1] - by1, MOST);
-      S[4 * c + 2] = fminf(S[4 * c + 2] - by0, MOST); S[4 * c + 3] = fminf(S[4 * c + 3] - by1, MOST);
+      // No more than the limit, which only the rounding of huge logits exceeds here; NaN stays.
+#pragma unroll
+      for (int x = 0; x < 4; x++) { const float s = S[4 * c + x] - (x & 1 ? by1 : by0); S[4 * c + x] = s > MOST ? MOST : s; }
     }
   }
   DI uint32_t mine() const { return (8 * (4 * (g8 & 1) + (g8 & 2) + (g8 >> 2)) + 2 * t) * 4; }   // in a table of heads: this lane's two
