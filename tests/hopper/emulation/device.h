@@ -82,7 +82,7 @@ static inline void cluster_arrive() { cur->cluster_gen = cluster_gen; if (++clus
 static inline void cluster_arrive_relaxed() { cluster_arrive(); }
 static inline void cluster_wait() { const int g = cur->cluster_gen; until([=] { return cluster_gen != g; }); }
 static inline void fence_barriers() {}
-static inline void fence_copies() {}
+static inline void fence_async() {}
 template <int N> static inline void set_registers_up() {}
 template <int N> static inline void set_registers_down() {}
 

@@ -53,7 +53,6 @@ template <int FIRST, int N> static inline void keys_mma(float (&d)[N], const uin
 static inline void mma_fence() { together(24, 0, nothing); }
 static inline void mma_commit() {}
 template <int N> static inline void mma_wait() { together(25, 0, nothing); }
-static inline void fence_tensor() {}
 
 static inline void group_sync(int g) { gather(g + 1, 128, false); }
 static inline bool group_any(int g, bool x) { return gather(g + 1, 128, x); }
@@ -74,12 +73,10 @@ static inline void store_matrices_turned(uint32_t a, uint32_t x, uint32_t y, uin
   });
 }
 
-static inline uint32_t load_word(uint32_t a) { return get<uint32_t>(a); }
 static inline float load_remote(uint32_t a, int rank) { return get<float>(remote(a, rank)); }
 template <int N> static inline void copy_async(uint32_t to, const void* from) { copy_async<N>(to, from, N); }
 static inline void copy_commit() {}
 template <int N> static inline void copy_wait() {}
-static inline uint32_t least(uint32_t x) { return uniform_least(x); }
 static inline void copy_row_together(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier) { together(29, to, nothing); if (cur->lane == 0) copy_row(to, from, bytes, barrier); }
 
 template <int HIGH> static inline uint32_t e4m3_pair(uint32_t w) { return HIGH ? e4m3_high(w) : e4m3_low(w); }

@@ -29,6 +29,7 @@
 // weights are bf16 for the tensor cores: nothing saturates, weights keep 8 bits, widening takes three more instructions a pair).
 
 #include "arguments.cuh"
+#include "instructions.cuh"
 
 #define HAS_V4 (A_KIND == KIND_V4 || B_KIND == KIND_V4)
 
@@ -75,11 +76,8 @@ static_assert(SCALE_UNITS + (APART ? 1024 : 0) <= SHARED_BYTES, "shared memory")
 
 #define VALUES_REGISTERS 176
 #define SCORES_REGISTERS 80
-constexpr float LOG2E = 1.4426950408889634f;
-constexpr float LN2 = 0.6931471805599453f;
 constexpr float ABOVE = 10.f;    // of the largest weight over its reference, log2, when that moves
 constexpr float MOST = 15.f;     // ... and at most
-#define INF __int_as_float(0x7f800000)
 
 // What rows that do not exist are read from.
 __device__ __align__(16) uint8_t zero_row[1024];

@@ -20,12 +20,11 @@ struct Lookup {
   int warp, lane, rank, item_step;
 
   DI int items() const { return p.tokens * p.head_blocks; }
-  DI int token_of(int i) const { return p.head_blocks == 1 ? i : i / p.head_blocks; }
   // To tile `number` of an item, or of those after it.
   DI void seek(Walk& s, int item, int number, int tokens) const {
     s.item = item; s.list = 0; s.left = s.set_tiles = s.token_tiles = s.number = s.flags = 0;
     for (; item < items(); item += item_step) {
-      const int token = token_of(item);
+      const int token = token_of(p, item);
       const Span x = span_of(p, p.a.lengths ? __ldg(p.a.lengths + token) : p.a.width, p.b.lengths ? __ldg(p.b.lengths + token) : p.b.width, rank);
       const int j = x.first + number;
       if (j < x.last) {
@@ -94,7 +93,7 @@ struct Lookup {
       copy_wait<0>();
       const uint32_t slots = base + SLOTS + ((done + LEAD) & 1) * 256 + lane * 4;
       const Walk s = recall(done + LEAD);
-      note(done + LEAD, s.word(items()), s.item, load_word(slots), load_word(slots + 128));
+      note(done + LEAD, s.word(items()), s.item, load_shared4(slots), load_shared4(slots + 128));
     } else if (warp == ((done + LEAD + 1) & 7)) {
       Walk s = recall(done + LEAD);
       advance(s);
@@ -127,11 +126,11 @@ struct Coming {
     if (!TOGETHER) {
       if (KIND == KIND_V4) {   // 8 bytes are too few for a bulk copy
         const uint32_t row = at + (lane & 7) * 4;
-        if (lane < 8) copy_async<8>(to + lane * R::PITCH + R::DATA, load_word(row) == ~0u ? zero_row : k.pages + (uint64_t)load_word(row - UNITS + SCALE_UNITS) * 8);
+        if (lane < 8) copy_async<8>(to + lane * R::PITCH + R::DATA, load_shared4(row) == ~0u ? zero_row : k.pages + (uint64_t)load_shared4(row - UNITS + SCALE_UNITS) * 8);
       } else {
 #pragma unroll 1
         for (int i = 0; i < 8; i++) {
-          const uint32_t u = least(load_word(at + 4 * i)), s = least(load_word(at + 4 * i - UNITS + SCALE_UNITS));
+          const uint32_t u = uniform_least(load_shared4(at + 4 * i)), s = uniform_least(load_shared4(at + 4 * i - UNITS + SCALE_UNITS));
           copy_row(to + i * R::PITCH + R::DATA, u == ~0u ? zero_row : k.pages + (uint64_t)s * 8, R::SCALES, full);
         }
       }
@@ -140,26 +139,26 @@ struct Coming {
   }
   // Of tile `tile`, to `stage`. `now`: copy all at once.
   DI void start(uint32_t base, uint32_t tile, int stage, int warp, bool now) {
-    const int which = __shfl_sync(~0u, load_word(base + WHICH + 4 * (tile & 3)), 0) & 3;
+    const int which = __shfl_sync(~0u, load_shared4(base + WHICH + 4 * (tile & 3)), 0) & 3;
     live = false;
     if (which == 2) return;
     kind = which;
     full = base + RAW_FULL + 8 * stage;
     const uint32_t at = base + UNITS + (tile & 3) * 256 + warp * 32;
-    if (HAS_V4 && A_KIND != B_KIND) fence_tensor();   // what other threads copied here were scales, now rows may come
+    if (HAS_V4 && A_KIND != B_KIND) fence_async();   // what other threads copied here were scales, now rows may come
     if (SAME || which == 0) start_set<A_KIND, A_ROW_UNITS * 16 == A_SCALE_STRIDE>(base, stage, warp, at, which ? p.b : p.a);
     else start_set<B_KIND, B_ROW_UNITS * 16 == B_SCALE_STRIDE>(base, stage, warp, at, p.b);
-    const uint32_t valid = load_word(base + VALID + 8 * (tile & 3) + (warp & 4)) >> (8 * (warp & 3));
+    const uint32_t valid = load_shared4(base + VALID + 8 * (tile & 3) + (warp & 4)) >> (8 * (warp & 3));
     live = !now && __shfl_sync(~0u, (valid & 255) == 255, 0);
     if (live) {
       const uint4 x = load_shared16(at), y = load_shared16(at + 16);
-      units[0] = least(x.x); units[1] = least(x.y); units[2] = least(x.z); units[3] = least(x.w);
-      units[4] = least(y.x); units[5] = least(y.y); units[6] = least(y.z); units[7] = least(y.w);
+      units[0] = uniform_least(x.x); units[1] = uniform_least(x.y); units[2] = uniform_least(x.z); units[3] = uniform_least(x.w);
+      units[4] = uniform_least(y.x); units[5] = uniform_least(y.y); units[6] = uniform_least(y.z); units[7] = uniform_least(y.w);
       return;
     }
 #pragma unroll 1
     for (int i = 0; i < 8; i++) {
-      const uint32_t u = least(load_word(at + 4 * i));
+      const uint32_t u = uniform_least(load_shared4(at + 4 * i));
       copy_row(to + i * pitch(), u == ~0u ? zero_row : pages + (uint64_t)u * 16, bytes(), full);
     }
   }

@@ -9,7 +9,7 @@ struct QueryRows {
   int w, lane, g8, t;
 
   DI void start(const Args& p, int item) const {
-    const int token = p.head_blocks == 1 ? item : item / p.head_blocks, head0 = (item - token * p.head_blocks) * 64 + 16 * w;
+    const int token = token_of(p, item), head0 = (item - token * p.head_blocks) * 64 + 16 * w;
     const uint8_t* q = p.q + (int64_t)token * p.q_token_stride + (p.query_chunked ? head0 * 32 + lane * 16 : head0 * p.q_head_stride + lane * 16);
     const int64_t step = p.query_chunked ? (int64_t)32 * p.heads : p.q_head_stride;
     if (p.query_chunked) {     // 16 dims of 16 heads
@@ -88,7 +88,7 @@ struct Scores {
       return;
     }
     const int at = KIND == KIND_V4 ? 4 * (t >> 1) : 4 * t;
-    uint32_t x = load_word(row + Raw<KIND>::DATA + at), y = load_word(row + H + Raw<KIND>::DATA + at);
+    uint32_t x = load_shared4(row + Raw<KIND>::DATA + at), y = load_shared4(row + H + Raw<KIND>::DATA + at);
     if (KIND == KIND_V4) { x >>= 16 * (t & 1); y >>= 16 * (t & 1); }
 #pragma unroll
     for (int i = 0; i < 4; i++) {
@@ -121,7 +121,7 @@ struct Scores {
     uint4 rest[2] = {make_uint4(0, 0, 0, 0), make_uint4(0, 0, 0, 0)};
     uint32_t pair = 0;
     if (BF16) { rest[0] = load_shared16(row + 448 + 32 * t + 16); rest[1] = load_shared16(row + 8 * Raw<KIND>::PITCH + 448 + 32 * t + 16); }
-    else pair = load_word(scales + (B & 1) * (KIND == KIND_NVFP4 ? 4 : 2) * PART + (B >> 1) * 32);
+    else pair = load_shared4(scales + (B & 1) * (KIND == KIND_NVFP4 ? 4 : 2) * PART + (B >> 1) * 32);
     uint4 next[2];
     if constexpr (B < 7) read_block<KIND, B + 1>(next, row);
     const uint32_t sc0 = __byte_perm(pair, 0, 0x1010), sc1 = __byte_perm(pair, 0, 0x3232);
@@ -196,7 +196,7 @@ struct Scores {
     float S[32];
     wait(base + RAW_FULL + 8 * stage, phase);
     const int key = 16 * (g8 >> 1) + 4 * (g8 & 1) + w;
-    const uint32_t bits = load_word(base + VALID + 8 * ring() + (g8 & 4)) >> (key & 31);
+    const uint32_t bits = load_shared4(base + VALID + 8 * ring() + (g8 & 4)) >> (key & 31);
     const bool ok0 = bits & 1, ok1 = bits & 256;
     {
       const uint32_t row = raw + row_at<KIND>(key), scales = raw + scales_at<KIND>() + w * 128 + g8 * 4;
@@ -210,7 +210,7 @@ struct Scores {
     mma_wait<0>();
     wait(base + WEIGHTS_EMPTY + 8 * group, (own & 1) ^ 1);
     wait(base + SETTLED + 8 * (group ^ 1), before());
-    const bool met = !first && load_word(base + MET + 4 * parity);
+    const bool met = !first && load_shared4(base + MET + 4 * parity);
     bool grew;
     {
       float ref[16];
@@ -273,7 +273,7 @@ struct Scores {
       store_float2(base + SUMS + group * 1024 + w * 256 + mine(), sum[0], sum[1]);
       if (w == 0) store_float2(base + SUM_REFERENCE + group * 256 + mine(), refers[0], refers[1]);
     }
-    fence_tensor();
+    fence_async();
     __syncwarp();
     arrive_once(base + FULL + 8 * group);
     own++;
@@ -288,16 +288,16 @@ struct Scores {
     if (group == 0 && item0 < items) query.start(p, started = item0);
     __syncthreads();
     while (true) {
-      const uint32_t word = __shfl_sync(~0u, load_word(base + WHICH + 4 * ring()), 0), parity = (word >> 5) & 1;
+      const uint32_t word = __shfl_sync(~0u, load_shared4(base + WHICH + 4 * ring()), 0), parity = (word >> 5) & 1;
       if ((word & 3) == 2) break;
       const bool first = (word & 12) == 0;
       if (first) {
-        const int item = load_word(base + ITEM + 4 * ring());
+        const int item = load_shared4(base + ITEM + 4 * ring());
         wait(base + SETTLED + 8 * (group ^ 1), before());   // the query before is read
-        const int position = position_of(p, p.head_blocks == 1 ? item : item / p.head_blocks);
+        const int position = position_of(p, token_of(p, item));
         if (item != started) { copy_wait<0>(); query.start(p, item); }   // not over copies under way
         query.finish(p, position);
-        fence_tensor();
+        fence_async();
         group_sync(group);
         arrive_once(base + QUERY_FULL);
       } else if ((word & 12) == 4) {

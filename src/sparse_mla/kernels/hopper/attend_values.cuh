@@ -59,7 +59,7 @@ template <int KIND, class Side> DI void add_tile(const Values& s, float (&acc)[1
 #pragma unroll
       for (int e = 0; e < 2; e++) {
         const uint32_t from = rows + (8 * h + 4 * e + k) * PITCH;
-        if (KIND == KIND_NVFP4) { x[h][e] = load_word(from); y[h][e] = x[h][e]; }
+        if (KIND == KIND_NVFP4) { x[h][e] = load_shared4(from); y[h][e] = x[h][e]; }
         else { const uint2 v = load_shared8(from); x[h][e] = v.x; y[h][e] = v.y; }
       }
   };
@@ -236,7 +236,7 @@ DI void add_values(const Args& p, uint32_t base, int g, int w, int lane, int ran
   for (int i = 0; i < STAGES - 1; i++) coming.start(base, i, i, 4 * g + w, true);
   Ahead ahead = look_ahead(p, item0);
   for (int item = item0; item < items; item += item_step) {
-    const int token = p.head_blocks == 1 ? item : item / p.head_blocks, head0 = (item - token * p.head_blocks) * 64;
+    const int token = token_of(p, item), head0 = (item - token * p.head_blocks) * 64;
     const Span span = span_of(p, ahead.window_keys, ahead.compressed_keys, rank);
     const int tiles = span.last - span.first, position = ahead.position;
     prefetch_output(p, lane, head0, position);
@@ -253,7 +253,7 @@ DI void add_values(const Args& p, uint32_t base, int g, int w, int lane, int ran
       const uint32_t raw = base + RAW + stage * STAGE, weights = base + WEIGHTS + group * 8192;
       wait(base + FULL + 8 * group, (done >> 1) & 1);
       wait(base + RAW_FULL + 8 * stage, phase);       // long over, but what the copies wrote is this thread's to read now
-      if (j > 0 && load_word(base + GREW + 4 * group)) rescale(s, acc, base + RESCALE + group * 256);
+      if (j > 0 && load_shared4(base + GREW + 4 * group)) rescale(s, acc, base + RESCALE + group * 256);
       const auto side = [&](int step) {
         if (step == 0) {
           wait(base + RAW_EMPTY + 8 * freed, freed_phase);
@@ -268,7 +268,7 @@ DI void add_values(const Args& p, uint32_t base, int g, int w, int lane, int ran
       __syncwarp();
       arrive_once(base + RAW_EMPTY + 8 * stage);
       if (j == tiles - 1) {
-        if (load_word(base + MET + 4 * parity)) read_sums(base, lane, parity, tiles == 1 ? group : -1, M, L, T);
+        if (load_shared4(base + MET + 4 * parity)) read_sums(base, lane, parity, tiles == 1 ? group : -1, M, L, T);
         __syncwarp();
         arrive_once(base + SUMS_READ);
       }

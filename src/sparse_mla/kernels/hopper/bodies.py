@@ -57,7 +57,13 @@ class Body:
 FEW_HEADS = Body(
     "few heads",
     "few_heads.cu",
-    ("few_heads_parts.cuh", "arguments.cuh", "few_heads_scores.cuh", "few_heads_values.cuh"),
+    (
+        "few_heads_parts.cuh",
+        "arguments.cuh",
+        "instructions.cuh",
+        "few_heads_scores.cuh",
+        "few_heads_values.cuh",
+    ),
     640,
     232_448,
     ((8, 15), (4, 30), (3, 39), (2, 66)),

@@ -27,6 +27,7 @@ MANY_HEADS = Body(
     "attend.cu",
     (
         "arguments.cuh",
+        "instructions.cuh",
         "attend_parts.cuh",
         "attend_rows.cuh",
         "attend_values.cuh",

@@ -49,7 +49,6 @@ constexpr int SCORE_REGISTERS = HEAD_TILES == 1 ? 152 : HEAD_TILES == 4 ? 104 : 
 constexpr int VALUE_REGISTERS = HEAD_TILES == 1 ? 72 : HEAD_TILES == 4 ? 120 : 104;
 constexpr int PRODUCER_REGISTERS = 32;
 static_assert(2 * (SCORE_REGISTERS + VALUE_REGISTERS) + PRODUCER_REGISTERS <= 5 * ENTRY_REGISTERS, "registers of a CTA");
-constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
 // Weights are 2^10 exp(z - m), so those down to 2^-24 are normal f16; up to 2^15 before the maximum moves.
 constexpr float WEIGHT_SHIFT = 10.f, GROWTH = 5.f;
 
@@ -96,7 +95,6 @@ __device__ __align__(16) uint8_t zero_row[640];   // stands for rows that no val
 
 DI int token_of(const Args& p, int item) { return p.block_mul ? __umulhi(item, p.block_mul) : item; }
 DI int first_head(const Args& p, int item) { return p.block_mul ? (item - token_of(p, item) * p.head_blocks) * HEADS : 0; }
-DI const float* rope_row(const Args& p, int position) { return p.rope + (int64_t)min(max(position, 0), p.rope_rows - 1) * 64; }
 
 // ---------------------------------------------------------------- work of a CTA
 // A tile: number of blocks, how many of them are of the window, whether it is the token's last one, whether it is one,
@@ -253,7 +251,7 @@ DI void produce(const Args& p, uint32_t base, int w, int lane, int rank, int ste
       const Ring at = ring.ahead(w + 4 * h);
       const uint32_t full = base + FULL + 8 * at.place, block = base + ROWS + at.place * BLOCK_BYTES, bits = (valid >> (16 * h)) & 0xffff;
       wait(base + EMPTY + 8 * at.place, at.round ^ 1);
-      if (MIXED) fence_copies();
+      if (MIXED) fence_async();
       if (lane == 16 * h) store_shared4(base + VALID + 4 * at.place, bits);
       if (!MIXED) copy_block<A_KIND, A_ROW_UNITS, A_PLANAR>(w + 4 * h >= work.window() ? p.b : p.a, block, full, lane, 16 * h, bits, offset, scale_offset);
       else if (w + 4 * h >= work.window()) copy_block<B_KIND, B_ROW_UNITS, B_PLANAR>(p.b, block, full, lane, 16 * h, bits, offset, scale_offset);
