@@ -6,6 +6,7 @@ import ctypes
 import re
 import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from sparse_mla.testing.compare import HOPPER_BODY, assert_matches_oracle
 from sparse_mla.testing.inputs import AttendProblem
 
 COMPILER = shutil.which("g++")
+NVCC = shutil.which("nvcc")
 HERE = Path(__file__).parent / "emulation"
 SECTION = "// " + "-" * 64 + " "
 REPLACED = (  # instructions inside the roles, and what the headers have for them
@@ -136,6 +138,33 @@ class Emulator:
         out = problem.allocate_out(**outputs)
         self.run(body, call, out, splits=splits, block=block)
         assert_matches_oracle(call, out, HOPPER_BODY)
+
+
+def compile_report(variant: Variant, folder: Path) -> str:
+    """What ptxas says about one variant; skips without an nvcc that knows sm_90a."""
+    if NVCC is None:
+        pytest.skip("nvcc is not installed: the budget cannot be checked here")
+    path = folder / "attend.cu"
+    path.write_text(variant.body.source())
+    macros = [f"-D{name}={value}" for name, value in variant.macros().items()]
+    target = ["-gencode=arch=compute_90a,code=sm_90a", "-std=c++17", "-cubin", "-Xptxas", "-v"]
+    done = subprocess.run(
+        [NVCC, *target, *macros, "-o", str(folder / "attend.cubin"), str(path)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    text = done.stdout + done.stderr
+    if "Unsupported gpu architecture" in text:
+        pytest.skip("this nvcc does not know sm_90a")
+    assert done.returncode == 0, text
+    return text
+
+
+@pytest.fixture(scope="session")
+def ptxas() -> Callable[[Variant, Path], str]:
+    """Compiles a variant into a folder and returns what ptxas says about it."""
+    return compile_report
 
 
 @pytest.fixture(scope="session")

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-import shutil
-import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,6 @@ from sparse_mla.cache.records import MXFP8, MXFP8_PLANAR, NVFP4, V4
 from sparse_mla.kernels.hopper import build
 from sparse_mla.kernels.hopper.build import SHARED_BYTES, Variant, source
 
-NVCC = shutil.which("nvcc")
 MAX_SPILL_BYTES = 256
 REGISTERS_AT_ENTRY = 128  # 65,536 registers over 512 threads
 VARIANTS = {
@@ -27,27 +25,13 @@ VARIANTS = {
 
 
 @pytest.fixture(scope="module", params=list(VARIANTS), ids=list(VARIANTS))
-def report(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
+def report(
+    request: pytest.FixtureRequest,
+    ptxas: Callable[[Variant, Path], str],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> str:
     """What ptxas says about one variant."""
-    if NVCC is None:
-        pytest.skip("nvcc is not installed: the budget cannot be checked here")
-    folder: Path = tmp_path_factory.mktemp("hopper")
-    path = folder / "attend.cu"
-    path.write_text(source())
-    macros = [f"-D{name}={value}" for name, value in VARIANTS[request.param].macros().items()]
-    target = "-gencode=arch=compute_90a,code=sm_90a"
-    command = [NVCC, target, "-std=c++17", "-cubin", "-Xptxas", "-v", *macros]
-    done = subprocess.run(
-        [*command, "-o", str(folder / "attend.cubin"), str(path)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    text = done.stdout + done.stderr
-    if "Unsupported gpu architecture" in text:
-        pytest.skip("this nvcc does not know sm_90a")
-    assert done.returncode == 0, text
-    return text
+    return ptxas(VARIANTS[request.param], tmp_path_factory.mktemp("hopper"))
 
 
 def test_registers_and_spills(report: str) -> None:

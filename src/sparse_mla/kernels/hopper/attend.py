@@ -96,7 +96,8 @@ def attend(call: AttendCall, out: AttendOut) -> None:
         raise UnsupportedError("this call of the Hopper kernel", reasons)
     device = call.q.device
     index = torch.cuda.current_device() if device.index is None else device.index
-    head_blocks = _head_blocks(call)
+    block = _block_heads_of(call)
+    head_blocks = -(-call.num_heads // block)
     items = call.num_tokens * head_blocks
     sms = _multiprocessors(index)
     splits = splits_of(call, sms)
@@ -107,7 +108,7 @@ def attend(call: AttendCall, out: AttendOut) -> None:
         fp8_output=out.is_fp8,
         out_chunked=out.layout is Layout.CHUNK_INTERLEAVED,
         with_max=out.max_logits is not None,
-        head_tiles=head_tiles(_block_heads_of(call)),
+        head_tiles=head_tiles(block),
         bf16_numbers=bf16_numbers(),
     )
     q = _readable_query(call)
@@ -146,8 +147,15 @@ def splits_of(call: AttendCall, num_sms: int) -> int:
     """CTAs that share each row of a call; 1 if its rows must not depend on their number."""
     if _batch_invariant(call):
         return 1
-    body = FEW_HEADS if head_tiles(_block_heads_of(call)) else MANY_HEADS
-    return choose_splits(body, call.num_tokens * _head_blocks(call), _tiles(call), num_sms)
+    block = _block_heads_of(call)
+    return _splits_of_blocks(call.num_heads, call.num_tokens, block, _tiles(call), num_sms)
+
+
+def _splits_of_blocks(
+    num_heads: int, num_tokens: int, block: int, tiles: int, multiprocessors: int
+) -> int:
+    body = FEW_HEADS if head_tiles(block) else MANY_HEADS
+    return choose_splits(body, num_tokens * -(-num_heads // block), tiles, multiprocessors)
 
 
 @functools.cache
@@ -162,14 +170,12 @@ def warm_up_tokens(
         most: tokens of the largest call.
         device_index: of a CUDA device.
     """
-    multiprocessors = _multiprocessors(device_index)
+    tiles, multiprocessors = tiles_of(list_widths), _multiprocessors(device_index)
     first: dict[tuple[int, int], int] = {}
     for tokens in range(1, most + 1):
-        heads = _block_heads(num_heads, tokens, invariant=False)
-        body = FEW_HEADS if head_tiles(heads) else MANY_HEADS
-        items = tokens * -(-num_heads // heads)
-        splits = choose_splits(body, items, tiles_of(list_widths), multiprocessors)
-        first.setdefault((heads, splits), tokens)
+        block = _block_heads(num_heads, tokens, invariant=False)
+        splits = _splits_of_blocks(num_heads, tokens, block, tiles, multiprocessors)
+        first.setdefault((block, splits), tokens)
     return tuple(first.values())
 
 
@@ -203,10 +209,6 @@ def _block_heads(num_heads: int, num_tokens: int, *, invariant: bool) -> int:
 
 def _block_heads_of(call: AttendCall) -> int:
     return _block_heads(call.num_heads, call.num_tokens, invariant=_batch_invariant(call))
-
-
-def _head_blocks(call: AttendCall) -> int:
-    return -(-call.num_heads // _block_heads_of(call))
 
 
 def _tiles(call: AttendCall) -> int:
