@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+import sys
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +19,6 @@ from sparse_mla.testing import check_attend, check_caches
 from sparse_mla.testing.cases import Case, attend_with
 from sparse_mla.testing.check import (
     MAX_FAILURES,
-    CheckCase,
     Fault,
     backends_there,
     first_wrong,
@@ -29,6 +29,9 @@ from sparse_mla.testing.check import (
 from sparse_mla.testing.check_attend import AttendCheck, quick_attend, random_attend
 from sparse_mla.testing.check_caches import CacheCheck, Sizes, cache_checks
 from sparse_mla.testing.inputs import ProblemSpec
+
+sys.path.append(str(Path(__file__).parent))  # new processes must find the module by its name
+from fake_checks import Fake, Leaves
 
 CPU = torch.device("cpu")
 BIG = AttendCheck(
@@ -180,25 +183,6 @@ def test_a_writer_that_misses_a_byte_is_found(monkeypatch):
 # ------------------------------------------------------------------------------------------ the machinery
 
 
-@dataclass(frozen=True)
-class Fake:
-    size: int
-    least_wrong: int = 3
-    op: str = "fake"
-    name: str = "fake"
-
-    def fields(self) -> dict[str, Any]:
-        return {"size": self.size}
-
-    def run(self, backend: str, device: torch.device) -> Fault | None:
-        return Fault("x", (), 1.0, 2.0) if self.size >= self.least_wrong else None
-
-    def smaller(self) -> Iterator[CheckCase]:
-        for size in (self.size // 2, self.size - 1):
-            if size >= 1:
-                yield replace(self, size=size)
-
-
 def test_shrinking_ends_at_the_smallest_that_fails():
     fault = Fault("x", (), 1.0, 2.0)
     assert shrink(Fake(100), fault, "auto", CPU)[0].fields() == {"size": 3}
@@ -215,6 +199,35 @@ def test_a_run_ends_after_a_few_failures_or_when_the_time_is_up():
     report = run_checks([Fake(1)] * 8, device=CPU, backends=["auto"], seconds=1e-9)
     assert report.left_out == 8
     assert not report.good  # nothing ran
+
+
+def test_processes_find_what_one_finds():
+    writers = [case for case in cache_checks() if case.op == "write_window"][:4]
+    wrong = [Fake(5, name="large"), Fake(4, name="middle")]
+    cases = [*writers, *wrong, *[Fake(1)] * 3]
+    heard: list[str] = []
+    one = run_checks(cases, device=CPU, backends=("torch", "triton"))
+    two = run_checks(
+        cases,
+        device=CPU,
+        backends=("torch", "triton"),
+        processes=2,
+        on_case=lambda case, backend: heard.append(f"{case.name} {backend}"),
+    )
+    assert two.failures
+    assert {failure.case["size"] for failure in two.failures} == {3}
+    assert len(two.failures) == len(one.failures) == MAX_FAILURES
+    assert len(heard) == 2 * len(cases) - two.left_out
+    right = cases[:4] + cases[6:]
+    one = run_checks(right, device=CPU, backends=("torch", "triton"))
+    two = run_checks(right, device=CPU, backends=("torch", "triton"), processes=2)
+    assert (two.passed, two.refused, two.left_out) == (one.passed, one.refused, 0)
+    assert one.refused  # triton needs a GPU
+
+
+def test_a_process_that_ends_by_itself_is_an_error():
+    with pytest.raises(RuntimeError, match="processes=1"):
+        run_checks([Leaves()], device=CPU, backends=["auto"], processes=2)
 
 
 def test_first_wrong():

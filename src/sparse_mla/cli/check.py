@@ -38,6 +38,10 @@ Backend = Annotated[str, typer.Option(help="A backend by name; auto: what the li
 Seconds = Annotated[
     float, typer.Option(min=0.0, help="No case begins later than this; 0 = no limit.")
 ]
+Processes = Annotated[
+    int,
+    typer.Option(min=1, help="Processes that share the cases: kernels then compile side by side."),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
 
 
@@ -52,6 +56,7 @@ def register(app: typer.Typer) -> None:
         device: Device = "auto",
         backend: Backend = "auto",
         seconds: Seconds = SECONDS,
+        processes: Processes = 1,
         as_json: Json = False,
     ) -> None:
         """Compare what the kernels here compute with the oracle. Exit code 1 if anything is wrong."""
@@ -62,7 +67,15 @@ def register(app: typer.Typer) -> None:
             check_backend(backend, place)
         extent = "quick" if quick else "all" if every else "normal"
         names = backends_there(place) if every and backend == "auto" else (backend,)
-        report = run(place, names, extent=extent, seed=seed, seconds=seconds, quiet=as_json)
+        report = run(
+            place,
+            names,
+            extent=extent,
+            seed=seed,
+            seconds=seconds,
+            processes=processes,
+            quiet=as_json,
+        )
         if as_json:
             typer.echo(json.dumps(report.as_dict(), indent=2))
         else:
@@ -78,6 +91,7 @@ def run(
     extent: str,
     seed: int = 0,
     seconds: float = 0.0,
+    processes: int = 1,
     quiet: bool = False,
 ) -> CheckReport:
     """Run the cases of an extent ("quick", "normal" or "all") with a progress bar on stderr."""
@@ -90,7 +104,13 @@ def run(
             bar.update(task, advance=1, description=escape(f"{backend}: {case.name}"[:60]))
 
         return run_checks(
-            cases, device=device, backends=backends, seed=seed, seconds=seconds, on_case=advance
+            cases,
+            device=device,
+            backends=backends,
+            seed=seed,
+            seconds=seconds,
+            processes=processes,
+            on_case=advance,
         )
 
 

@@ -49,14 +49,24 @@ def run_case(case: Case, backend: str, device: torch.device | str) -> Comparison
     out = problem.allocate_out(fp8=case.fp8, layout=case.layout)
     if case.spec.tokens:
         attend_with(backend, call, out)
-    return compare_with_oracle(call, out, precision_of(backend))
+    precision = precision_of(body_of(backend, call, out), call.q.device)
+    return compare_with_oracle(call, out, precision)
 
 
 def attend_with(backend: str, call: AttendCall, out: AttendOut) -> None:
-    """Run the attention kernel of a backend, if its declaration allows the call.
+    """Run the attention kernel of a backend (or "auto"), if its declaration allows the call.
 
     Raises:
         UnsupportedError: it does not; carries the reasons.
+    """
+    load_kernel(body_of(backend, call, out), "attend")(call, out)
+
+
+def body_of(backend: str, call: AttendCall, out: AttendOut) -> str:
+    """The name of the backend that runs a call: the one asked for, or the choice of "auto".
+
+    Raises:
+        UnsupportedError: its declaration does not allow the call; carries the reasons.
     """
     problem = Problem(
         op="attend",
@@ -69,8 +79,7 @@ def attend_with(backend: str, call: AttendCall, out: AttendOut) -> None:
         output="fp8" if out.is_fp8 else "bf16",
         batch_invariant=call.batch_invariant,
     )
-    choice = select(problem, DeviceInfo.detect(call.q.device), backend)
-    load_kernel(choice.name, problem.op)(call, out)
+    return select(problem, DeviceInfo.detect(call.q.device), backend).name
 
 
 def attend_cases() -> tuple[Case, ...]:

@@ -6,9 +6,14 @@ fault names the first wrong coordinate, what was there, what the oracle says, an
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
@@ -83,6 +88,24 @@ class Failure:
         return {**asdict(self), "sentence": self.fault.sentence}
 
 
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """A case on a backend."""
+
+    case: CheckCase
+    backend: str
+    device: torch.device
+
+
+@dataclass(frozen=True, slots=True)
+class _Outcome:
+    """What a run gave: it passed unless one of the others is there."""
+
+    run: _Run
+    refusals: tuple[str, ...] | None = None
+    failure: Failure | None = None
+
+
 @dataclass(slots=True)
 class CheckReport:
     """What a run of checks found."""
@@ -92,8 +115,18 @@ class CheckReport:
     passed: Counter[str] = field(default_factory=Counter)  # by "op backend"
     refused: dict[str, tuple[str, ...]] = field(default_factory=dict)  # "op backend": reasons
     failures: list[Failure] = field(default_factory=list)
-    left_out: int = 0  # cases that the time limit did not reach
+    left_out: int = 0  # cases, each on each backend, that the time limit did not reach
     seconds: float = 0.0
+
+    def add(self, outcome: _Outcome) -> None:
+        """Count one outcome."""
+        key = f"{outcome.run.case.op} {outcome.run.backend}"
+        if outcome.refusals is not None:
+            self.refused.setdefault(key, outcome.refusals)
+        elif outcome.failure is not None:
+            self.failures.append(outcome.failure)
+        else:
+            self.passed[key] += 1
 
     @property
     def good(self) -> bool:
@@ -121,6 +154,7 @@ def run_checks(
     backends: Sequence[str],
     seed: int = 0,
     seconds: float = 0.0,
+    processes: int = 1,
     on_case: Callable[[CheckCase, str], None] | None = None,
 ) -> CheckReport:
     """Run every case on every backend that can, until the time is up or too much has failed.
@@ -131,35 +165,60 @@ def run_checks(
         backends: by name, or "auto".
         seed: kept in the report.
         seconds: no case begins later than this; 0 = no limit.
-        on_case: hears of each case before it runs.
+        processes: how many share the cases; new ones, so that their kernels compile side by side.
+        on_case: hears of each case once it has run.
+
+    Raises:
+        RuntimeError: one of several processes ended by itself.
     """
     report = CheckReport(DeviceInfo.detect(device).describe(), seed)
     began = time.perf_counter()
-    for number, case in enumerate(cases):
-        late = seconds and time.perf_counter() - began > seconds
-        if late or len(report.failures) >= MAX_FAILURES:
-            report.left_out = len(cases) - number
-            break
-        for backend in backends:
+    runs = [_Run(case, backend, device) for case in cases for backend in backends]
+    report.left_out = len(runs)
+    with closing(_one_by_one(runs) if processes == 1 else _shared(runs, processes)) as outcomes:
+        while report.left_out and len(report.failures) < MAX_FAILURES:
+            if seconds and time.perf_counter() - began > seconds:
+                break
+            outcome = next(outcomes)
+            report.left_out -= 1
+            report.add(outcome)
             if on_case is not None:
-                on_case(case, backend)
-            _run_one(case, backend, device, report)
+                on_case(outcome.run.case, outcome.run.backend)
     report.seconds = time.perf_counter() - began
     return report
 
 
-def _run_one(case: CheckCase, backend: str, device: torch.device, report: CheckReport) -> None:
-    key = f"{case.op} {backend}"
+def _one_by_one(runs: Sequence[_Run]) -> Generator[_Outcome, None, None]:
+    yield from map(_outcome, runs)
+
+
+def _shared(runs: Sequence[_Run], processes: int) -> Generator[_Outcome, None, None]:
+    """Outcomes as they come; closing drops what has not begun."""
+    pool = ProcessPoolExecutor(
+        processes,
+        mp_context=multiprocessing.get_context("spawn"),  # CUDA does not live through a fork
+        initializer=torch.set_num_threads,
+        initargs=(max(1, (os.cpu_count() or 1) // processes),),
+    )
     try:
-        fault = _guarded(case, backend, device)
+        for done in as_completed([pool.submit(_outcome, run) for run in runs]):
+            yield done.result()
+    except BrokenProcessPool as error:
+        raise RuntimeError("a process ended by itself; processes=1 shows at which case") from error
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _outcome(run: _Run) -> _Outcome:
+    try:
+        fault = _guarded(run.case, run.backend, run.device)
     except UnsupportedError as error:
-        report.refused.setdefault(key, error.reasons)
-        return
+        return _Outcome(run, refusals=error.reasons)
     if fault is None:
-        report.passed[key] += 1
-        return
-    smallest, fault = shrink(case, fault, backend, device)
-    report.failures.append(Failure(case.op, backend, case.name, smallest.fields(), fault))
+        return _Outcome(run)
+    smallest, fault = shrink(run.case, fault, run.backend, run.device)
+    failure = Failure(run.case.op, run.backend, run.case.name, smallest.fields(), fault)
+    return _Outcome(run, failure=failure)
 
 
 def shrink(

@@ -15,7 +15,7 @@ from sparse_mla.cache.records import BF16, KV_RECORDS, MXFP8, NVFP4, V4, RecordF
 from sparse_mla.errors import UnsupportedError
 from sparse_mla.kernels.contract import AttendCall, AttendOut, KeySet, Layout
 from sparse_mla.kernels.reference.attend import Attended, attend_exact
-from sparse_mla.testing.cases import Case, attend_cases, attend_with
+from sparse_mla.testing.cases import Case, attend_cases, attend_with, body_of
 from sparse_mla.testing.check import Fault, first_wrong
 from sparse_mla.testing.compare import (
     Precision,
@@ -85,9 +85,7 @@ class AttendCheck:
         if call.num_tokens == 0:
             return None
         attend_with(backend, call, out)
-        precision = precision_of(backend)
-        if device.type == "cuda":
-            precision = precision_of("triton")  # cuBLAS may use tensor cores too
+        precision = precision_of(body_of(backend, call, out), device)
         fault = attend_fault(call, out, precision)
         if fault is not None:
             return fault

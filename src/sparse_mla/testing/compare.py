@@ -74,11 +74,17 @@ HOPPER_BODY = replace(TENSOR_CORE_BODY, weight_step=2.0**-35)
 """Weights are f16, at least 2**10 times as large as beside a largest weight of 1: half of 2**-24, by 2**10."""
 
 
-def precision_of(backend: str) -> Precision:
-    """The precision class of a backend name ("torch", "reference" or a GPU body)."""
-    if backend == "hopper":
+def precision_of(body: str, device: torch.device | None = None) -> Precision:
+    """The precision class of a backend ("torch", "reference", "hopper", ...), not of "auto".
+
+    Args:
+        body: its name.
+        device: where it runs; None = a CPU. On a GPU cuBLAS may use tensor cores for torch too.
+    """
+    if body == "hopper":
         return HOPPER_BODY
-    return FLOAT32_BODY if backend in ("torch", "reference") else TENSOR_CORE_BODY
+    on_gpu = device is not None and device.type == "cuda"
+    return FLOAT32_BODY if body in ("torch", "reference") and not on_gpu else TENSOR_CORE_BODY
 
 
 @dataclass(frozen=True, slots=True)
