@@ -33,11 +33,19 @@ from sparse_mla.kernels.triton.index_select import (
     select_blocks_kernel,
     select_positions_kernel,
 )
+from sparse_mla.kernels.triton.index_select_parts import select_parts_kernel
 from sparse_mla.kernels.triton.index_topk import (
+    FEW_LISTED,
     GROUP,
     HOPPER_REGISTERS,
     KEYS,
+    MANY_LISTED,
     MAXIMA_BLOCKS,
+    PART_FOLD,
+    PART_KEYS,
+    PART_LANES,
+    PART_REGISTERS,
+    PART_WARPS,
     SELECT_LANES,
     SELECT_WARPS,
     SHARED_LANES,
@@ -52,7 +60,7 @@ HEADS = 32
 POINTERS = {
     "*u8": ("codes", "pages"),
     "*fp32": ("weights", "weight", "rope", "folded", "ring", "projected"),
-    "*i32": ("table", "requests", "visible", "candidates", "groups", "maxima", "best",
+    "*i32": ("table", "requests", "visible", "candidates", "groups", "lists", "maxima", "best",
              "request_ids", "query_start_loc"),
     "*i64": ("slots", "positions"),
     "*bf16": ("keys", "queries", "out", "rows"),
@@ -64,9 +72,10 @@ OVERRIDES = {  # names that mean different things in different kernels
     ("shared_scores_kernel", "scales"): "*u8",
     ("hopper_scores_kernel", "scales"): "*u8",
     ("select_positions_kernel", "positions"): "*i32",
+    ("select_parts_kernel", "positions"): "*i32",
 }
 UNALIGNED = ("weights", "scales", "table", "requests", "visible", "candidates", "positions",
-             "groups", "slots", "rope", "weight", "request_ids", "query_start_loc")  # fmt: skip
+             "groups", "lists", "slots", "rope", "weight", "request_ids", "query_start_loc")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -106,6 +115,9 @@ def variants(target: int) -> Iterator[tuple[JITFunction, str, dict[str, object],
     for filtered in (False, True):
         fixed = {"LANES": SELECT_LANES, "GROUP": GROUP, "FILTER": filtered}
         yield select_positions_kernel, "", fixed, SELECT_WARPS, True
+        shape = {"FOLD": PART_FOLD, "KEYS": PART_KEYS, "FEW": FEW_LISTED, "MANY": MANY_LISTED}
+        fixed = {**fixed, "LANES": PART_LANES, **shape}
+        yield select_parts_kernel, "", fixed, PART_WARPS, True
     yield select_blocks_kernel, "", {"LANES": SELECT_LANES}, SELECT_WARPS, True
     yield block_maxima_kernel, "", {"BLOCKS": MAXIMA_BLOCKS}, 4, True
     yield pool_kernel, "", {"BLOCK": 512, "MODE": "ptx"}, 4, False
@@ -144,6 +156,8 @@ def measure(
     source = ASTSource
     if kernel is hopper.hopper_scores_kernel:
         source, options["maxnreg"] = GluonASTSource, HOPPER_REGISTERS
+    if kernel is select_parts_kernel:
+        options["maxnreg"] = PART_REGISTERS
     compiled = compile_kernel(
         source(kernel, signature, fixed, aligned),
         target=GPUTarget("cuda", target, 32),

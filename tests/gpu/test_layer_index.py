@@ -41,6 +41,7 @@ if torch.cuda.is_available():
     from sparse_mla.kernels.triton.index_scores import row_scores_kernel, shared_scores_kernel
     from sparse_mla.kernels.triton.index_scores_hopper import hopper_scores_kernel
     from sparse_mla.kernels.triton.index_select import select_positions_kernel
+    from sparse_mla.kernels.triton.index_select_parts import select_parts_kernel
     from sparse_mla.kernels.triton.prepare_index_queries import prepare_index_queries
     from sparse_mla.kernels.triton.write_index_keys import write_index_keys
 
@@ -227,6 +228,31 @@ def test_a_row_at_a_million_positions(rows_each: int) -> None:
     assert selection_faults(call, rows_each - 1, out.positions[-1]) == []
 
 
+@RECORDS
+@pytest.mark.parametrize(
+    "contexts",
+    [[131072], [1 << 20], [65536, 700, 513, 512, 40000], [131072, 0, 2049, 4096] * 4],
+    ids=["128K", "1M", "ragged", "16 rows"],
+)
+def test_several_programs_for_a_row_choose_what_one_does(
+    record: RecordFormat, contexts: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Equal bits, 20 times; then all scores tied, where every part's list is full."""
+    call = make_large_call(contexts, IndexSizes(record, **MODEL), device="cuda")
+    for tied in (False, True):
+        if tied:
+            call.queries.weights.zero_()
+        wanted, out = empty_out(call), empty_out(call)
+        with monkeypatch.context() as patch:
+            patch.setattr(body, "FEW_ROWS", 0)
+            body.index_topk(call, wanted)
+        for _ in range(20):
+            out.positions.fill_(77)
+            body.index_topk(call, out)
+            assert torch.equal(out.positions, wanted.positions)
+    assert out.positions[0].tolist() == list(range(512))
+
+
 @PORTABLE
 def test_repeats_and_rows_alone_give_the_same_bits(
     portable: bool, monkeypatch: pytest.MonkeyPatch
@@ -307,6 +333,7 @@ def test_nothing_compiles_after_warm_up() -> None:
             hopper_scores_kernel,
             shared_scores_kernel,
             select_positions_kernel,
+            select_parts_kernel,
         )
         device = torch.cuda.current_device()
         return sum(len(kernel.device_caches[device][0]) for kernel in kernels)
@@ -318,6 +345,7 @@ def test_nothing_compiles_after_warm_up() -> None:
 
     run(1, 1000, 64)
     run(8, 1000, 64)
+    run(body.FEW_ROWS + 1, 1000, 64)
     warm = variants()
     for rows, context, page_rows in ((1, 5000, 32), (2, 16, 64), (16, 4096, 128), (17, 999, 32)):
         run(rows, context, page_rows)

@@ -40,17 +40,18 @@ def check(target: int, *options: str) -> set[str]:
 
 def test_oldest_supported_gpu() -> None:
     names = check(80, "--quick")
-    assert len(names) == 12
+    assert len(names) == 14
+    assert {"select_parts_kernel", "select_parts_kernel, filtered"} <= names
     assert {"row_scores_kernel", "row_scores_kernel, filtered", "shared_scores_kernel"} <= names
 
 
 def test_hopper_has_a_kernel_of_its_own() -> None:
     names = check(90, "--quick")
     assert {"hopper_scores_kernel", "hopper_scores_kernel, filtered"} <= names
-    assert len(names) == 14
+    assert len(names) == 16
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("target", [80, 86, 89, 90, 100, 120])
 def test_all_gpus_and_records(target: int) -> None:
-    assert len(check(target)) == (14 if target == 90 else 12)
+    assert len(check(target)) == (16 if target == 90 else 14)

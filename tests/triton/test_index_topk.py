@@ -19,15 +19,20 @@ triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
 
 from sparse_mla.kernels.triton import index_topk as body  # noqa: E402
-from sparse_mla.kernels.triton.index_select import _collect  # noqa: E402
+from sparse_mla.kernels.triton.index_select import collect  # noqa: E402
 
 RECORDS = pytest.mark.parametrize("record", INDEX_RECORDS, ids=lambda record: record.name)
 MIXED = ([300, 9, 0, 12, 133], [2, 2, 0, 1, 3])
+FEW_ROWS = pytest.mark.parametrize("few_rows", [0, body.FEW_ROWS], ids=["one program", "parts"])
+"""Whether one program selects for a row, or one for each part of it."""
 
 
 @pytest.fixture(autouse=True)
 def _small_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(body, "SELECT_LANES", 256)
+    for name, value in {
+        "SELECT_LANES": 256, "PART_LANES": 64, "PART_KEYS": 64, "FEW_LISTED": 32, "MANY_LISTED": 64,
+    }.items():  # fmt: skip
+        monkeypatch.setattr(body, name, value)
 
 
 def make(
@@ -62,11 +67,13 @@ def assert_equal(got: IndexTopkOut, wanted: IndexTopkOut) -> None:
         assert torch.equal(got.candidates, wanted.candidates)
 
 
+@FEW_ROWS
 @pytest.mark.parametrize(("record", "share"), [(INDEX_FP8, 1), (INDEX_FP8, 100), (INDEX_MXFP4, 2)])
 def test_mixed_batch_equals_pytorch_and_so_do_its_consumers(
-    record: RecordFormat, share: int, monkeypatch: pytest.MonkeyPatch
+    record: RecordFormat, share: int, few_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whole numbers: scores are exact in any order, and most are tied."""
+    monkeypatch.setattr(body, "FEW_ROWS", few_rows)
     monkeypatch.setattr(body, "ROWS_TO_SHARE", share)
     call = make(*MIXED, record=record, exact=True, padding=2)
     got = run(call, 20)
@@ -96,8 +103,11 @@ def test_rows_are_shared_in_products_whatever_their_requests() -> None:
 def test_chunks_of_rows_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     call = make([300, 40], [4, 2], record=INDEX_FP8, exact=True)
     whole = run(call, 9)
-    monkeypatch.setattr(body, "SCORE_SCRATCH_BYTES", 2 * body.row_bytes(384, call.topk, 75))
-    assert_equal(run(call, 9), whole)
+    for few_rows in (0, body.FEW_ROWS):
+        monkeypatch.setattr(body, "FEW_ROWS", few_rows)
+        lists = body.lists_width(call.topk, body.parts_of(2, 384))
+        monkeypatch.setattr(body, "SCORE_SCRATCH_BYTES", 2 * body.row_bytes(384, lists, 75))
+        assert_equal(run(call, 9), whole)
 
 
 def test_a_captured_call_may_see_less_than_it_was_sized_for() -> None:
@@ -144,8 +154,12 @@ def test_candidates_starve_a_consumer_without_leaking() -> None:
     assert run(dataclasses.replace(call, candidates=none)).positions[0].tolist() == [-1] * 12
 
 
+@FEW_ROWS
 @pytest.mark.parametrize("block_size", [3, 8, 16])
-def test_candidate_blocks_of_any_size(block_size: int) -> None:
+def test_candidate_blocks_of_any_size(
+    block_size: int, few_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(body, "FEW_ROWS", few_rows)
     call = make([141], [2], record=INDEX_FP8, exact=True, block_size=block_size)
     got = run(call, 4)
     assert_equal(got, run(call, 4, wanted_topk))
@@ -174,16 +188,20 @@ def test_scratch_is_bounded_for_many_rows_and_long_contexts(
         return made
 
     call = make([300], [4], record=INDEX_FP8)
-    monkeypatch.setattr(body, "SCORE_SCRATCH_BYTES", 4000)
+    monkeypatch.setattr(body, "SCORE_SCRATCH_BYTES", 8000)
     monkeypatch.setattr(body.torch, "empty", spy)
     out = IndexTopkOut(torch.zeros(4, 12).int(), torch.zeros(4, 5).int())
-    body.index_topk(call, out)
-    assert 0 < sum(taken) <= body.scratch_bytes(300, 12, 4) <= 4000
+    for few_rows in (0, body.FEW_ROWS):
+        monkeypatch.setattr(body, "FEW_ROWS", few_rows)
+        taken.clear()
+        body.index_topk(call, out)
+        assert len(taken) == 4
+        assert 0 < sum(taken) <= body.scratch_bytes(300, 12, 4) <= 8000
 
 
 @triton.jit
 def best_kernel(out, values, count, wanted, LANES: tl.constexpr):
-    _collect(out, values, out, out, count, wanted, 1, LANES, 1, False)
+    collect(out, values, out, out, count, wanted, 1, LANES, 1, False)
 
 
 def test_the_choice_equals_a_sort() -> None:

@@ -232,7 +232,7 @@ def _columns_of(
 
 _SIZES = [
     "first_row", "num_tiles", "num_heads", "topk", "limit", "table_columns", "num_pages",
-    "page_rows", "page_stride", "scores_stride", "maxima_stride", "table_stride",
+    "page_rows", "page_stride", "scores_stride", "maxima_stride", "lists_stride", "table_stride",
 ]  # fmt: skip
 _ROW_SIZES = [*_SIZES, "tiles_per_program", "num_candidates", "block_size", "candidates_stride"]
 _SMALL = ["weights", "scales", "table", "requests", "visible"]
@@ -242,6 +242,7 @@ _SMALL = ["weights", "scales", "table", "requests", "visible"]
 def row_scores_kernel(
     scores,  # int32 [num_rows, columns], row 0 = row first_row of the step
     maxima,  # int32 [num_rows, groups]
+    lists,  # int32 [num_rows, width], whose first column becomes 0
     codes,  # uint8 [T, heads, data_bytes]
     scales,  # uint8 [T, heads, 4]
     weights,  # float32 [T, heads]
@@ -260,6 +261,7 @@ def row_scores_kernel(
     page_stride: tl.int64,
     scores_stride: tl.int64,
     maxima_stride: tl.int64,
+    lists_stride: tl.int64,
     table_stride: tl.int64,
     tiles_per_program: tl.int32,
     candidates,  # int32 [T, num_candidates]
@@ -280,13 +282,16 @@ def row_scores_kernel(
     begin = (tl.program_id(0) - local * parts) * tiles_per_program
     row = first_row + local
     seen = tl.minimum(tl.load(visible + row), limit)
+    request = tl.load(requests + row)
+    if begin == 0:
+        tl.store(lists + local * lists_stride, 0)
     count = seen
     if FILTER:
         count = num_candidates * block_size
     count = tl.where(seen > topk, count, 0)
     end = tl.minimum(begin + tiles_per_program, (count + KEYS - 1) // KEYS)
     if begin < end:
-        table_row = table + tl.load(requests + row).to(tl.int64) * table_stride
+        table_row = table + request.to(tl.int64) * table_stride
         chosen = candidates + row * candidates_stride
         head = tl.arange(0, HEADS)
         token = row + tl.zeros([HEADS], tl.int64)
@@ -317,6 +322,7 @@ def row_scores_kernel(
 def shared_scores_kernel(
     scores,  # int32 [num_rows, columns], row 0 = row first_row of the step
     maxima,  # int32 [num_rows, groups]
+    lists,  # int32 [num_rows, width], whose first column becomes 0
     codes,  # uint8 [T, heads, data_bytes]
     scales,  # uint8 [T, heads, 4]
     weights,  # float32 [T, heads]
@@ -335,6 +341,7 @@ def shared_scores_kernel(
     page_stride: tl.int64,
     scores_stride: tl.int64,
     maxima_stride: tl.int64,
+    lists_stride: tl.int64,
     table_stride: tl.int64,
     num_rows: tl.int32,
     RECORD: tl.constexpr,
@@ -354,6 +361,8 @@ def shared_scores_kernel(
     seen = tl.load(visible + (first_row + local), mask=inside, other=0)
     seen = tl.minimum(seen, limit)
     request = tl.load(requests + (first_row + local), mask=inside, other=-1)
+    if tile == 0:
+        tl.store(lists + local * lists_stride, tl.zeros_like(local), mask=inside)
     pending = tl.where((seen > topk) & (seen > tile * KEYS), request, -1)
     current = tl.max(pending, 0)
     column = tile * KEYS + tl.arange(0, KEYS)

@@ -253,8 +253,8 @@ def _load_keys(
 _SIZES = [
     "first_row", "num_tiles", "num_heads", "topk", "limit", "table_columns", "num_pages",
     "page_rows", "page_magic", "page_shift", "page_stride", "scores_stride", "maxima_stride",
-    "table_stride", "tiles_per_program", "num_candidates", "block_size", "block_magic", "block_shift",
-    "candidates_stride",
+    "lists_stride", "table_stride", "tiles_per_program", "num_candidates", "block_size",
+    "block_magic", "block_shift", "candidates_stride",
 ]  # fmt: skip
 _SMALL = ["weights", "scales", "table", "requests", "visible", "candidates"]
 
@@ -263,6 +263,7 @@ _SMALL = ["weights", "scales", "table", "requests", "visible", "candidates"]
 def hopper_scores_kernel(
     scores,  # int32 [num_rows, columns], row 0 = row first_row of the step
     maxima,  # int32 [num_rows, groups]
+    lists,  # int32 [num_rows, width], whose first column becomes 0
     codes,  # uint8 [T, heads, data_bytes]
     scales,  # uint8 [T, heads, 4]
     weights,  # float32 [T, heads]
@@ -283,6 +284,7 @@ def hopper_scores_kernel(
     page_stride: tl.int64,
     scores_stride: tl.int64,
     maxima_stride: tl.int64,
+    lists_stride: tl.int64,
     table_stride: tl.int64,
     tiles_per_program: tl.int32,
     candidates,  # int32 [T, num_candidates]
@@ -305,6 +307,9 @@ def hopper_scores_kernel(
     begin = (gl.program_id(0) - local * parts) * tiles_per_program
     row = first_row + local
     seen = gl.minimum(gl.load(visible + row), limit)
+    request = gl.load(requests + row)
+    if begin == 0:
+        gl.store(lists + local.to(gl.int64) * lists_stride, 0)
     count = seen
     if FILTER:
         count = num_candidates * block_size
@@ -318,7 +323,7 @@ def hopper_scores_kernel(
         LANES: gl.constexpr = gl.SliceLayout(1, WORDS)
         OWN: gl.constexpr = gl.SliceLayout(1, PRODUCT)
         ELEMENT: gl.constexpr = gl.float16 if RECORD.value_bits == 8 else gl.bfloat16
-        table_row = table + gl.load(requests + row).to(gl.int64) * table_stride
+        table_row = table + request.to(gl.int64) * table_stride
         chosen = candidates + row * candidates_stride
         head = gl.arange(0, HEADS, layout=gl.SliceLayout(1, QUERIES))
         queries = _load_queries(

@@ -24,7 +24,11 @@ PINNED = tl.constexpr(0x7F800000)  # +inf
 
 @triton.jit
 def _lanes(values, members, first, count, LANES: tl.constexpr, GROUP: tl.constexpr):
-    """(columns, values) of lanes `first ..`, int32 [LANES]; `ABSENT` for what is never chosen."""
+    """(columns, values) of lanes `first ..`, int32 [LANES]; `ABSENT` for what is never chosen.
+
+    GROUP 1: a lane is a column. More: the columns of the groups that `members` lists. 0: `members` lists
+    the columns, `values` lies beside it.
+    """
     lane = first + tl.arange(0, LANES)
     if GROUP > 1:
         group = first // GROUP + tl.arange(0, LANES // GROUP)
@@ -36,12 +40,14 @@ def _lanes(values, members, first, count, LANES: tl.constexpr, GROUP: tl.constex
         value = tl.reshape(value, [LANES])
     else:
         column = lane
-        value = tl.load(values + column, mask=lane < count, other=ABSENT)
+        if GROUP == 0:
+            column = tl.load(members + lane, mask=lane < count, other=0)
+        value = tl.load(values + lane, mask=lane < count, other=ABSENT)
     return column, tl.where(value > NEVER, value, ABSENT)
 
 
 @triton.jit
-def _thirds(low, high):
+def thirds(low, high):
     """Two int32 that cut low + 1 .. high, low < high, into three; they may be equal."""
     distance = (high - low).to(tl.uint32, bitcast=True)
     step = (distance + 2) // 3
@@ -50,7 +56,7 @@ def _thirds(low, high):
 
 
 @triton.jit
-def _counts(value, near, far):
+def count_cuts(value, near, far):
     """How many of int32 [LANES] are at least `near`, and at least `far` in the high half."""
     return tl.sum((value >= near).to(tl.int32) + ((value >= far).to(tl.int32) << 16), 0)
 
@@ -79,7 +85,7 @@ def _narrow(low, high, above, need, near, far, at_near, at_far):
 
 
 @triton.jit
-def _bounds(value):
+def bounds(value):
     """(lowest and highest value that may be chosen, how many may be) of int32 [LANES]."""
     live = value > NEVER
     low = tl.min(tl.where(live, value, 0x7FFFFFFF), 0)
@@ -87,41 +93,41 @@ def _bounds(value):
 
 
 @triton.jit
-def _kth_held(value, wanted):
+def kth_held(value, wanted):
     """(the value of rank `wanted`, how many equal to it are among the best `wanted`) of int32 [LANES]."""
-    low, high, live = _bounds(value)
+    low, high, live = bounds(value)
     need = tl.minimum(wanted, live)
     above = 0
     high = tl.maximum(tl.where(need > 0, high, low), low)
     low = tl.where(need > 0, low, high)
     while low < high:
-        near, far = _thirds(low, high)
-        both = _counts(value, near, far)
+        near, far = thirds(low, high)
+        both = count_cuts(value, near, far)
         low, high, above = _narrow(low, high, above, need, near, far, both & 0xFFFF, both >> 16)
     return low, need - above
 
 
 @triton.jit
-def _kth_streamed(values, members, count, wanted, LANES: tl.constexpr, GROUP: tl.constexpr):
+def kth_streamed(values, members, count, wanted, LANES: tl.constexpr, GROUP: tl.constexpr):
     """The same of a row that is read in every pass."""
     low = tl.full([], 0x7FFFFFFF, tl.int32)
     high = tl.full([], ABSENT, tl.int32)
     live = 0
     for first in range(0, count, LANES):
         _, value = _lanes(values, members, first, count, LANES, GROUP)
-        least, most, some = _bounds(value)
+        least, most, some = bounds(value)
         low, high, live = tl.minimum(low, least), tl.maximum(high, most), live + some
     need = tl.minimum(wanted, live)
     above = 0
     high = tl.maximum(tl.where(need > 0, high, low), low)
     low = tl.where(need > 0, low, high)
     while low < high:
-        near, far = _thirds(low, high)
+        near, far = thirds(low, high)
         at_near = 0
         at_far = 0
         for first in range(0, count, LANES):
             _, value = _lanes(values, members, first, count, LANES, GROUP)
-            both = _counts(value, near, far)
+            both = count_cuts(value, near, far)
             at_near += both & 0xFFFF
             at_far += both >> 16
         low, high, above = _narrow(low, high, above, need, near, far, at_near, at_far)
@@ -129,7 +135,33 @@ def _kth_streamed(values, members, count, wanted, LANES: tl.constexpr, GROUP: tl
 
 
 @triton.jit
-def _write(
+def place_kept(value, threshold, need, taken, tied):
+    """(whether kept, place in the list, above the threshold, equal to it) of int32 [LANES].
+
+    `taken` were kept and `tied` equal to the threshold before; the first `need` of the equal ones are kept.
+    """
+    equal = (value == threshold).to(tl.int32)
+    better = (value > threshold).to(tl.int32)
+    counts = better + (equal << 16)  # both prefix sums in one
+    sums = tl.cumsum(counts, 0)
+    before = sums - counts
+    equal_before = tied + (before >> 16)
+    keep = (better != 0) | ((equal != 0) & (equal_before < need))
+    kept_equal = tl.minimum(equal_before, need) - tl.minimum(tied, need)
+    return keep, taken + (before & 0xFFFF) + kept_equal, better, equal
+
+
+@triton.jit
+def count_kept(better, equal, need, taken, tied):
+    """(kept, equal to the threshold) so far, these lanes included."""
+    all_better = tl.sum(better, 0)
+    all_equal = tl.sum(equal, 0)
+    kept_equal = tl.minimum(tied + all_equal, need) - tl.minimum(tied, need)
+    return taken + all_better + kept_equal, tied + all_equal
+
+
+@triton.jit
+def write_kept(
     out,
     column,
     value,
@@ -143,29 +175,26 @@ def _write(
     MAPPED: tl.constexpr,
 ):
     """Write the lanes that are kept behind the `taken` before; (kept, equal to the threshold) so far."""
-    equal = (value == threshold).to(tl.int32)
-    better = (value > threshold).to(tl.int32)
-    counts = better + (equal << 16)  # both prefix sums in one
-    sums = tl.cumsum(counts, 0)
-    before = sums - counts
-    equal_before = tied + (before >> 16)
-    keep = (better != 0) | ((equal != 0) & (equal_before < need))
-    kept_equal = tl.minimum(equal_before, need) - tl.minimum(tied, need)
-    place = taken + (before & 0xFFFF) + kept_equal
+    keep, place, better, equal = place_kept(value, threshold, need, taken, tied)
     name = column
     if MAPPED:
         entry = column // block_size
         block = tl.load(blocks + entry, mask=keep, other=0)
         name = block * block_size + (column - entry * block_size)
     tl.store(out + place, name, mask=keep & (place < wanted))
-    all_better = tl.sum(better, 0)
-    all_equal = tl.sum(equal, 0)
-    kept_equal = tl.minimum(tied + all_equal, need) - tl.minimum(tied, need)
-    return taken + all_better + kept_equal, tied + all_equal
+    return count_kept(better, equal, need, taken, tied)
 
 
 @triton.jit
-def _collect(
+def fill_rest(out, taken, wanted, LANES: tl.constexpr):
+    """-1 behind the `taken` entries of int32 [wanted]."""
+    for first in range(0, wanted, LANES):
+        lane = first + tl.arange(0, LANES)
+        tl.store(out + lane, tl.full([LANES], -1, tl.int32), mask=(lane >= taken) & (lane < wanted))
+
+
+@triton.jit
+def collect(
     out,  # int32 [wanted]
     values,
     members,
@@ -182,21 +211,19 @@ def _collect(
     tied = 0
     if count <= LANES:
         column, value = _lanes(values, members, 0, count, LANES, GROUP)
-        threshold, need = _kth_held(value, wanted)
-        taken, tied = _write(
+        threshold, need = kth_held(value, wanted)
+        taken, tied = write_kept(
             out, column, value, threshold, need, taken, tied, blocks, wanted, block_size, MAPPED
         )
     else:
-        threshold, need = _kth_streamed(values, members, count, wanted, LANES, GROUP)
+        threshold, need = kth_streamed(values, members, count, wanted, LANES, GROUP)
         for first in range(0, count, LANES):
             column, value = _lanes(values, members, first, count, LANES, GROUP)
-            taken, tied = _write(
+            taken, tied = write_kept(
                 out, column, value, threshold, need, taken, tied, blocks, wanted, block_size, MAPPED
             )
     taken = tl.minimum(taken, wanted)
-    for first in range(0, wanted, LANES):
-        lane = first + tl.arange(0, LANES)
-        tl.store(out + lane, tl.full([LANES], -1, tl.int32), mask=(lane >= taken) & (lane < wanted))
+    fill_rest(out, taken, wanted, LANES)
     return taken
 
 
@@ -248,9 +275,9 @@ def select_positions_kernel(
         best = maxima + local * (maxima_stride // 4 * 4)
         chosen = candidates + row * candidates_stride
         count = (columns + GROUP - 1) // GROUP
-        members = _collect(mine, best, mine, chosen, count, topk, 1, LANES, 1, False)
+        members = collect(mine, best, mine, chosen, count, topk, 1, LANES, 1, False)
         tl.debug_barrier()  # the list of groups is read by other threads than wrote it
-        _collect(out, values, mine, chosen, members * GROUP, topk, block_size, LANES, GROUP, FILTER)
+        collect(out, values, mine, chosen, members * GROUP, topk, block_size, LANES, GROUP, FILTER)
 
 
 @triton.jit(
@@ -317,4 +344,4 @@ def select_blocks_kernel(
     out = candidates + row * candidates_stride
     values = best + local * best_stride
     count = tl.where(seen > topk, (seen + block_size - 1) // block_size, 0)
-    _collect(out, values, out, out, count, num_candidates, 1, LANES, 1, False)
+    collect(out, values, out, out, count, num_candidates, 1, LANES, 1, False)

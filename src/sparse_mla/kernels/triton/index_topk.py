@@ -6,10 +6,11 @@ among the float32 scores is exact, ties go to the lower position. Scores of a ro
 other rows, except that steps of many rows a request run another kernel, whose sum over heads may be
 grouped differently. Rows that hold NaN codes get lists within range, of unspecified entries.
 
-Scratch: rows are processed in chunks whose scores fit into `SCORE_SCRATCH_BYTES`, from the longest
-context that the caller allows, never from data. Nothing waits for the device, and which kernels are
-launched follows from the call's shapes and its `max_visible`: a call can be captured into a graph that
-is replayed with other counts up to `max_visible`, other tables and other requests.
+Scratch: rows are processed in chunks whose scores and lists fit into `SCORE_SCRATCH_BYTES`, from the
+longest context that the caller allows, never from data. Nothing waits for the device, and which kernels
+are launched follows from the call's shapes and its `max_visible`: a call can be captured into a graph
+that is replayed with other counts up to `max_visible`, other tables and other requests. Chunks of at most
+`FEW_ROWS` rows select by a kernel of their own, with the same result.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from sparse_mla.kernels.triton.index_select import (
     select_blocks_kernel,
     select_positions_kernel,
 )
+from sparse_mla.kernels.triton.index_select_parts import HEADER, MAX_PARTS, select_parts_kernel
 from sparse_mla.kernels.triton.launch import (
     DeviceFacts,
     compile_mode,
@@ -58,6 +60,18 @@ cap (107 registers, 4 programs) 644, at most 16 tiles 608, 64 tiles 616."""
 SELECT_LANES = 8192
 SELECT_WARPS = 16
 MAXIMA_BLOCKS = 256
+FEW_ROWS = 16
+"""Rows of a chunk up to which several programs select for a row: 8 for each of 16. Fewer would have to
+look at so much each that one program, which looks at the best groups alone, is as fast (counted)."""
+PART_KEYS = 2048
+"""Keys that a program of these looks at together, and the fewest that are worth a program."""
+PART_LANES, PART_FOLD = 8192, 4
+"""Groups loaded at once, and how many are folded to a value that the passes of a program look at."""
+PART_WARPS, PART_REGISTERS = 8, 128
+"""Of such a program, so that two fit on a multiprocessor; nothing spills."""
+FEW_LISTED, MANY_LISTED = 1024, 2048
+"""Listed columns that the last program chooses among where they lie, and those it holds in registers once
+gaps are closed. Twice as many of the latter would take 160 registers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,13 +80,28 @@ class _Scratch:
 
     scores: Tensor  # int32 [rows, columns] in integer order
     maxima: Tensor  # int32 [rows, columns / GROUP]
-    groups: Tensor  # int32 [rows, topk]
+    lists: Tensor  # int32 [rows, topk] chosen groups, or what the parts of each row list
+    parts: int  # programs that select for a row; 0: one, by another kernel
     blocks: Tensor | None  # int32 [rows, blocks], if candidates are published
 
 
-def row_bytes(columns: int, topk: int, blocks: int) -> int:
-    """Scratch of one row: its scores, the best of each group, the chosen groups, the best of blocks."""
-    return 4 * (columns + columns // GROUP + topk + blocks)
+def row_bytes(columns: int, lists: int, blocks: int) -> int:
+    """Scratch of one row: its scores, the best of each group, its lists, the best of blocks."""
+    return 4 * (columns + columns // GROUP + lists + blocks)
+
+
+def parts_of(rows: int, columns: int) -> int:
+    """How many programs select for a row of a chunk; 0 if one does, by the kernel for many rows."""
+    if rows > FEW_ROWS:
+        return 0
+    most: int = MAX_PARTS.value // rows
+    return max(1, min(most, -(-columns // PART_KEYS)))
+
+
+def lists_width(topk: int, parts: int) -> int:
+    """Entries of a row's lists: the chosen groups, or a header and the best columns of every part."""
+    header: int = HEADER.value
+    return header + 2 * parts * topk if parts else topk
 
 
 def scratch_bytes(max_visible: int, topk: int, candidate_block_size: int = 8) -> int:
@@ -81,7 +110,8 @@ def scratch_bytes(max_visible: int, topk: int, candidate_block_size: int = 8) ->
     Only a single row of more than about 30 million keys passes the constant.
     """
     columns = -(-max_visible // KEYS) * KEYS
-    one = row_bytes(columns, topk, -(-max_visible // candidate_block_size))
+    widest = lists_width(topk, parts_of(1, columns))
+    one = row_bytes(columns, widest, -(-max_visible // candidate_block_size))
     return max(SCORE_SCRATCH_BYTES, one)
 
 
@@ -106,7 +136,10 @@ def index_topk(call: IndexTopkCall, out: IndexTopkOut) -> None:
     columns = -(-columns // KEYS) * KEYS
     blocks = 0 if out.candidates is None or not columns else -(-limit // call.candidate_block_size)
     rows = max(1, min(tokens, SCORE_SCRATCH_BYTES // row_bytes(columns, call.topk, blocks)))
-    scratch = _allocate(rows, columns, call.topk, blocks, out)
+    parts = parts_of(rows, columns)
+    lists = lists_width(call.topk, parts)
+    rows = max(1, min(rows, SCORE_SCRATCH_BYTES // row_bytes(columns, lists, blocks)))
+    scratch = _allocate(rows, columns, lists, blocks, parts, out)
     requests = _requests(call)
     for first in range(0, tokens, rows):
         count = min(rows, tokens - first)
@@ -115,12 +148,14 @@ def index_topk(call: IndexTopkCall, out: IndexTopkOut) -> None:
         _select(call, out, scratch, first, count, limit)
 
 
-def _allocate(rows: int, columns: int, topk: int, blocks: int, out: IndexTopkOut) -> _Scratch:
+def _allocate(
+    rows: int, columns: int, lists: int, blocks: int, parts: int, out: IndexTopkOut
+) -> _Scratch:
     def empty(width: int) -> Tensor:
         return torch.empty(rows, width, dtype=torch.int32, device=out.positions.device)
 
     wanted = None if out.candidates is None else empty(blocks)
-    return _Scratch(empty(columns), empty(columns // GROUP), empty(topk), wanted)
+    return _Scratch(empty(columns), empty(columns // GROUP), empty(lists), parts, wanted)
 
 
 def _requests(call: IndexTopkCall) -> Tensor:
@@ -148,6 +183,7 @@ def _score(
     arguments = (
         scratch.scores,
         scratch.maxima,
+        scratch.lists,
         queries.codes,
         queries.codes if queries.scales is None else queries.scales,
         queries.weights,
@@ -166,6 +202,7 @@ def _score(
         cache.page_stride_bytes // unit,
         scratch.scores.stride(0),
         scratch.maxima.stride(0),
+        scratch.lists.stride(0),
         call.block_table.stride(0),
     )
     mode = compile_mode(row_scores_kernel)
@@ -206,7 +243,7 @@ def _score_on_hopper(
 
     cache, block_size = call.keys, call.candidate_block_size
     head, (tiles, *middle), (page_stride, *strides) = (
-        arguments[:10], arguments[10:17], arguments[17:]
+        arguments[:11], arguments[11:18], arguments[18:]
     )  # fmt: skip
     tiles = int(tiles) * KEYS // hopper.KEYS
     busy = HOPPER_PROGRAMS_PER_SM * device_facts(call.visible.device).num_sms
@@ -224,16 +261,8 @@ def _score_on_hopper(
 def _select(
     call: IndexTopkCall, out: IndexTopkOut, scratch: _Scratch, first: int, count: int, limit: int
 ) -> None:
-    candidates, block_size = call.candidates, call.candidate_block_size
-    scores, maxima = scratch.scores, scratch.maxima
-    select_positions_kernel[(count,)](
-        out.positions, scratch.groups, scores, maxima, call.visible,
-        call.visible if candidates is None else candidates, first, call.topk, limit,
-        0 if candidates is None else candidates.shape[1], block_size, scores.stride(0),
-        maxima.stride(0), scratch.groups.stride(0), out.positions.stride(0),
-        0 if candidates is None else candidates.stride(0), LANES=SELECT_LANES, GROUP=GROUP,
-        FILTER=candidates is not None, num_warps=SELECT_WARPS,
-    )  # fmt: skip
+    _select_positions(call, out, scratch, first, count, limit)
+    block_size, scores = call.candidate_block_size, scratch.scores
     published, best = out.candidates, scratch.blocks
     if published is None or best is None:
         return
@@ -246,4 +275,30 @@ def _select(
     select_blocks_kernel[(count,)](
         published, best, call.visible, first, call.topk, limit, block_size, published.shape[1],
         best.stride(0), published.stride(0), LANES=SELECT_LANES, num_warps=SELECT_WARPS,
+    )  # fmt: skip
+
+
+def _select_positions(
+    call: IndexTopkCall, out: IndexTopkOut, scratch: _Scratch, first: int, count: int, limit: int
+) -> None:
+    candidates, lists, parts = call.candidates, scratch.lists, scratch.parts
+    head = (
+        out.positions, lists, scratch.scores, scratch.maxima, call.visible,
+        call.visible if candidates is None else candidates, first, call.topk, limit,
+        0 if candidates is None else candidates.shape[1], call.candidate_block_size,
+    )  # fmt: skip
+    strides = (
+        scratch.scores.stride(0), scratch.maxima.stride(0), lists.stride(0), out.positions.stride(0),
+        0 if candidates is None else candidates.stride(0),
+    )  # fmt: skip
+    if parts:
+        select_parts_kernel[(count * parts,)](
+            *head, parts, *strides, LANES=PART_LANES, FOLD=PART_FOLD, KEYS=PART_KEYS,
+            FEW=FEW_LISTED, MANY=MANY_LISTED, GROUP=GROUP, FILTER=candidates is not None,
+            num_warps=PART_WARPS, maxnreg=PART_REGISTERS,
+        )  # fmt: skip
+        return
+    select_positions_kernel[(count,)](
+        *head, *strides, LANES=SELECT_LANES, GROUP=GROUP, FILTER=candidates is not None,
+        num_warps=SELECT_WARPS,
     )  # fmt: skip
