@@ -71,13 +71,16 @@ def check(window: RecordFormat, compressed: RecordFormat, tokens: int, invariant
     """The oracle and bitwise equal repeats; raises if either does not hold."""
     problem = ragged_problem(Case(tokens, 64, window, compressed), tokens)
     call = replace(problem.call(), batch_invariant=invariant)
-    out = problem.allocate_out(fp8=True, layout=Layout.CHUNK_INTERLEAVED)
-    host.attend(call, out)
-    assert_matches_oracle(call, out, HOPPER_BODY)
-    first = out.data.clone()
-    for _ in range(REPEATS):
+    for lse in (True, False):
+        out = problem.allocate_out(
+            fp8=True, layout=Layout.CHUNK_INTERLEAVED, lse=lse, max_logits=lse
+        )
         host.attend(call, out)
-    assert torch.equal(first.view(torch.uint8), out.data.view(torch.uint8)), "repeats differ"
+        assert_matches_oracle(call, out, HOPPER_BODY)
+        first = out.data.clone()
+        for _ in range(REPEATS):
+            host.attend(call, out)
+        assert torch.equal(first.view(torch.uint8), out.data.view(torch.uint8)), "repeats differ"
 
 
 def measure(case: Case, bodies: dict[str, Body]) -> list[float]:

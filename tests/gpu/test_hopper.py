@@ -19,7 +19,8 @@ from sparse_mla.cache.paged import PagedCache
 from sparse_mla.cache.records import KV_RECORDS, RecordFormat, record_named
 from sparse_mla.kernels.contract import AttendCall, AttendOut, KeySet, Layout
 from sparse_mla.kernels.hopper import attend as hopper
-from sparse_mla.kernels.hopper.bodies import block_heads
+from sparse_mla.kernels.hopper.bodies import MANY_HEADS_BLOCK, block_heads
+from sparse_mla.kernels.reference.attend import attend_exact
 from sparse_mla.testing.compare import (
     HOPPER_BODY,
     assert_matches_oracle,
@@ -73,10 +74,14 @@ def run(problem: AttendProblem, call: AttendCall | None = None, **out_options: A
 
 
 def check(problem: AttendProblem, call: AttendCall | None = None, **out_options: Any) -> AttendOut:
-    """Run a call and compare it with the oracle."""
+    """Run a call and compare it with the oracle; many heads also without lse, which sums other weights."""
     call = call or problem.call()
+    exact = attend_exact(call)
+    if block_heads(call.num_heads, 1, True) == MANY_HEADS_BLOCK:
+        bare = run(problem, call, **{"lse": False, "max_logits": False} | out_options)
+        assert_matches_oracle(call, bare, HOPPER_BODY, exact)
     out = run(problem, call, **out_options)
-    assert_matches_oracle(call, out, HOPPER_BODY)
+    assert_matches_oracle(call, out, HOPPER_BODY, exact)
     return out
 
 
@@ -394,6 +399,8 @@ def test_a_query_that_is_nan_is_nan_in_the_output_and_nowhere_else(heads: int, d
     assert bool(nan.data[0, 1].isnan().all())
     clean.data[0, 1] = nan.data[0, 1] = 0
     assert torch.equal(nan.data, clean.data)
+    assert nan.lse is not None
+    assert nan.lse.isnan().nonzero().tolist() == [[0, 1]]
 
 
 # ------------------------------------------------------------------------------------ what serving needs

@@ -74,6 +74,12 @@ def test_widths(window_keys: int, compressed_keys: int | None, lengths: str, emu
     emulator.check(MANY_HEADS, problem, fp8=True)
 
 
+@pytest.mark.parametrize("lse", [False, True])
+def test_one_statistic_without_the_other(lse: bool, emulator: Any) -> None:
+    problem = make_problem(tokens=3, heads=64, compressed_keys=150, **RAGGED)
+    emulator.check(MANY_HEADS, problem, lse=lse, max_logits=not lse)
+
+
 @pytest.mark.parametrize("sink", [None, 20.0, float("inf"), float("-inf")])
 def test_sinks_without_rotations(sink: float | None, emulator: Any) -> None:
     problem = make_problem(tokens=2, heads=64, window_keys=60, compressed_keys=90, sink=sink)
@@ -162,3 +168,5 @@ def test_a_query_that_is_nan_is_nan_in_the_output_and_nowhere_else(emulator: Any
     assert bool(nan.data[0, 1].isnan().all())
     clean.data[0, 1] = nan.data[0, 1] = 0
     assert torch.equal(nan.data, clean.data)
+    assert nan.lse is not None
+    assert nan.lse.isnan().nonzero().tolist() == [[0, 1]]

@@ -16,10 +16,11 @@ MAX_SPILL_BYTES = 256
 REGISTERS_AT_ENTRY = 128  # 65,536 registers over 512 threads
 VARIANTS = {
     "mxfp8": Variant(MXFP8, MXFP8, 1, True, False, False),
-    "mxfp8 split": Variant(MXFP8, MXFP8, 8, True, False, True),
+    "mxfp8 lse": Variant(MXFP8, MXFP8, 1, True, True, False, with_lse=True),
+    "mxfp8 split": Variant(MXFP8, MXFP8, 8, True, False, True, with_lse=True),
     "nvfp4": Variant(MXFP8, NVFP4, 1, True, False, False),
     "v4 bf16": Variant(V4, V4, 1, False, False, False),
-    "bf16 numbers": Variant(MXFP8, NVFP4, 1, True, False, False, bf16_numbers=True),
+    "bf16 numbers": Variant(MXFP8, NVFP4, 1, True, False, False, with_lse=True, bf16_numbers=True),
     "planar chunked": Variant(MXFP8_PLANAR, MXFP8_PLANAR, 2, True, True, False),
 }
 

@@ -6,9 +6,11 @@ real memory can break. `tests/gpu/test_hopper.py` is the same on a GPU.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from sparse_mla.kernels.contract import Layout
 from sparse_mla.kernels.hopper.bodies import FEW_HEADS
@@ -97,3 +99,17 @@ def test_the_speed_of_warps_changes_no_bit(emulator: Any) -> None:
         outs.append(out)
     assert all(bool((out.data == outs[0].data).all()) for out in outs)
     assert_matches_oracle(problem.call(), outs[0], HOPPER_BODY)
+
+
+def test_a_query_that_is_nan_is_nan_in_its_row_and_nowhere_else(emulator: Any) -> None:
+    problem = make_problem(tokens=2, heads=8, compressed_keys=90)
+    q = problem.q.clone()
+    q[0, 1, 5] = float("nan")
+    clean, nan = problem.allocate_out(), problem.allocate_out()
+    emulator.run(FEW_HEADS, problem.call(), clean)
+    emulator.run(FEW_HEADS, replace(problem.call(), q=q), nan)
+    assert bool(nan.data[0, 1].isnan().all())
+    clean.data[0, 1] = nan.data[0, 1] = 0
+    assert torch.equal(nan.data, clean.data)
+    assert nan.lse is not None
+    assert nan.lse.isnan().nonzero().tolist() == [[0, 1]]

@@ -54,6 +54,7 @@ static inline void mma_fence() { together(24, 0, nothing); }
 static inline void mma_commit() {}
 template <int N> static inline void mma_wait() { together(25, 0, nothing); }
 
+static inline void values_sync() { gather(3, 256, false); }
 static inline void group_sync(int g) { gather(g + 1, 128, false); }
 static inline bool group_any(int g, bool x) { return gather(g + 1, 128, x); }
 static inline void forget(int&) {}
@@ -65,6 +66,14 @@ static inline void arrive_once(uint32_t b) { if (one_lane()) arrive(b); }
 #endif
 static inline int lane_number() { return cur->lane; }
 
+static inline void load_matrices(uint32_t (&x)[4], uint32_t a) {
+  Warp* w = cur->warp; const int b = together(26, a, nothing);
+  for (int m = 0; m < 4; m++) x[m] = get<uint32_t>((uint32_t)w->in[b][8 * m + (cur->lane >> 2)] + 4 * (cur->lane & 3));
+}
+static inline void add_rows(float (&d)[4], const uint32_t (&a)[4]) {
+  lend(a[0], a[1], a[2], a[3]);
+  together(27, (uint64_t)&d[0], [](Warp* w, int b) { multiply(w, b, 8, left_of_registers(w, b), [](int, int) { return 1.f; }, true, 0); });
+}
 static inline void store_matrices_turned(uint32_t a, uint32_t x, uint32_t y, uint32_t z, uint32_t v) {
   lend(x, y, z, v);
   together(28, a, [](Warp* w, int b) {

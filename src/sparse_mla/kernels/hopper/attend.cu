@@ -3,7 +3,7 @@
 //
 // Budget of a CTA (checked by tests/hopper/test_budget.py):
 //   threads 512 = 2 warpgroups of values at 176 registers, 2 of scores at 80
-//   spills at most 256 bytes: what a token needs once, and a dozen words of each score tile
+//   spills at most 256 bytes, with sets of different records up to 350: what a token needs once, and a few words of each score tile
 //   shared memory 232,448 bytes, all there is: query 64 KB f16, weights 2 x 8 KB f16, raw rows and f16 scales of 4 tiles (3
 //   where scales lie apart), the rest barriers, references and sums
 //   tile of 64 keys: tensor cores 2048 clocks; shared memory 1.9 k clocks at 128 B (scores 512, values 512, raw rows in
@@ -17,16 +17,19 @@
 //             keys, pairs up two keys of a dim, widens them, and multiplies by the weights. Between its products a warp
 //             copies 8 rows of the tile STAGES - 1 further, one bulk copy each; one warp at a time looks up where later rows are.
 // The reference of a head's weights lies 2^10 below its maximum, so that weights down to 2^-24 of the largest are normal
-// f16. It moves only when the maximum grew by more than 2^5, so sums are almost never rescaled. The tile after learns it from the tile before (SETTLED). SPLITS > 1: a cluster shares one token's tiles;
-// partial sums meet in distributed shared memory, in rank order.
+// f16. It moves only when the maximum grew by more than 2^5, so sums are almost never rescaled. The tile after learns it
+// from the tile before (SETTLED). The sum of the weights is that of the rounded ones, a product with ones by warpgroup 0 of values; a
+// call that wants lse, and weights of bf16, get the sum from before they were rounded instead. SPLITS > 1: a cluster shares one token's tiles; partial
+// sums meet in distributed shared memory, in rank order.
 //
 // Orders. Dims of the query inside 16: step i of a 64-dim block has dim 16 t + 4 i + 2 h + e in place 8 h + 2 t + e.
 // Keys of a tile: row 16 t + 8 h + 4 e + s is in step s of the values, place 8 h + 2 t + e; score warp s has these 16 rows.
 // 16 rows share a pad of 32 bytes, so that the reads of both meet different banks.
 //
 // Macros: A_KIND, B_KIND (record of the window and of the compressed set), X_ROW_UNITS (16-byte units between rows),
-// X_SCALE_STRIDE (bytes between rows of scales), SPLITS, FP8_OUTPUT, OUT_CHUNKED, WITH_MAX, BF16_NUMBERS (query, keys and
-// weights are bf16 for the tensor cores: nothing saturates, weights keep 8 bits, widening takes three more instructions a pair).
+// X_SCALE_STRIDE (bytes between rows of scales), SPLITS, FP8_OUTPUT, OUT_CHUNKED, WITH_LSE, WITH_MAX, BF16_NUMBERS (query, keys
+// and weights are bf16 for the tensor cores: nothing saturates, weights keep 8 bits, widening takes three more
+// instructions a pair).
 
 #include "arguments.cuh"
 #include "instructions.cuh"
@@ -50,7 +53,7 @@ constexpr int LEAD = 4;        // the rows of a tile are looked up so many tiles
 constexpr int STAGE = scales_at<HAS_V4 ? KIND_V4 : KIND_MXFP8>() + 4 * PART - 32;   // the last part needs no pad
 static_assert(scales_at<KIND_NVFP4>() + 8 * PART <= STAGE, "a tile of the smallest rows");
 constexpr int QUERY = 0, WEIGHTS = 65536, RAW = WEIGHTS + 16384;
-constexpr int SUMS = RAW + STAGES * STAGE;    // [group 2][warp 4][64] f32, of a token's weights
+constexpr int SUMS = RAW + STAGES * STAGE;    // of a token's weights: WITH_LSE [group 2][warp 4][64] f32, else [token parity 2][64]
 constexpr int SUM_REFERENCE = SUMS + 2048;    // [group 2][64] f32, what they refer to
 constexpr int REFERENCE = SUM_REFERENCE + 512;  // [token parity 2][64] f32, what weights refer to, log2 units
 constexpr int TRUE_MAX = REFERENCE + 512;     // [token parity 2][64] f32, log2 units

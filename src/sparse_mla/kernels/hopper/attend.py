@@ -109,6 +109,7 @@ def attend(call: AttendCall, out: AttendOut) -> None:
         out_chunked=out.layout is Layout.CHUNK_INTERLEAVED,
         with_max=out.max_logits is not None,
         head_tiles=head_tiles(block),
+        with_lse=sums_unrounded_weights(out, block),
         bf16_numbers=bf16_numbers(),
     )
     q = _readable_query(call)
@@ -141,6 +142,14 @@ def refusals(call: AttendCall) -> list[str]:
 def bf16_numbers() -> bool:
     """Whether the tensor cores get bf16 instead of f16, which only the 64-head body can give them."""
     return settings().hopper_numbers == "bf16"
+
+
+def sums_unrounded_weights(out: AttendOut, block: int) -> bool:
+    """Whether a launch with blocks of so many heads sums weights from before they are rounded.
+
+    The 64-head body does so for lse, and where weights are bf16, whose 8 bits are too few for a sum.
+    """
+    return block == MANY_HEADS_BLOCK and (out.lse is not None or bf16_numbers())
 
 
 def splits_of(call: AttendCall, num_sms: int) -> int:

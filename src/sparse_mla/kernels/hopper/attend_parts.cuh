@@ -14,6 +14,7 @@ template <int N> DI void copy_wait() { asm volatile("cp.async.wait_group %0;" ::
 DI float load_remote(uint32_t a, int rank) { float v; asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(v) : "r"(remote(a, rank))); return v; }
 // Descriptor of 64 heads in shared memory, a head's numbers side by side: 128-byte swizzle, 1024 B between 8 heads.
 DI uint64_t dim_major(uint32_t a) { return (uint64_t)((a & 0x3ffff) >> 4) | (1ull << 16) | (64ull << 32) | (1ull << 62); }
+DI void values_sync() { asm volatile("bar.sync 3, 256;" ::: "memory"); }   // both warpgroups of values
 DI void group_sync(int g) { asm volatile("bar.sync %0, 128;" ::"r"(g + 1) : "memory"); }   // a warpgroup of scores
 // Whether `x` holds in any thread of the warpgroup of scores.
 DI bool group_any(int g, bool x) {
@@ -35,13 +36,21 @@ DI void arrive_once(uint32_t b) { arrive(b); }
 DI void arrive_once(uint32_t b) { asm volatile("{.reg .pred p; .reg .b64 t; elect.sync _|p, 0xffffffff; @p mbarrier.arrive.shared::cta.b64 t, [%0];}" ::"r"(b) : "memory"); }
 #endif
 DI int lane_number() { int r; asm volatile("mov.u32 %0, %%laneid;" : "=r"(r)); return __shfl_sync(~0u, r, r); }   // a shuffle is not done again, reading the number would be
+DI void load_matrices(uint32_t (&x)[4], uint32_t a) { asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(a) : "memory"); }
 DI void store_matrices_turned(uint32_t a, uint32_t x, uint32_t y, uint32_t z, uint32_t w) { asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(a), "r"(x), "r"(y), "r"(z), "r"(w) : "memory"); }
 
 #if BF16_NUMBERS
 #define NUMBER "bf16"
+constexpr uint32_t ONES = 0x3f803f80;
 #else
 #define NUMBER "f16"
+constexpr uint32_t ONES = 0x3c003c00;
 #endif
+// d[2 r + e] += the sum of 16 numbers of row g8 + 8 r; ONES: a pair of them.
+DI void add_rows(float (&d)[4], const uint32_t (&a)[4]) {
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." NUMBER "." NUMBER ".f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%8}, {%0,%1,%2,%3};"
+               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(ONES));
+}
 // 64 rows x 64 heads x 16: keys in registers; query or weights in shared memory, a head's 16 numbers side by side.
 template <int FIRST, int N> __device__ __forceinline__ void keys_mma(float (&d)[N], const uint32_t* a, uint64_t b, int keep) {
   asm volatile(

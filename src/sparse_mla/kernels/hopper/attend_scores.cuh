@@ -70,7 +70,7 @@ struct Scores {
   uint32_t base;
   int group, w, lane, g8, t;
   float c1;
-  float sum[2], refers[2];     // of heads 8 c + 2 t + e, c from the bits of g8: weights before they are rounded, what they refer to
+  float sum[2], refers[2];     // for lse, of heads 8 c + 2 t + e, c from the bits of g8: weights before they are rounded, what they refer to
   bool counted;                // the sums hold something
   uint32_t own;                // tiles of this group so far
   int stage; uint32_t phase;   // of its next tile
@@ -232,7 +232,7 @@ struct Scores {
       grew = group_any(group, (ok0 && top0 > limit) || (ok1 && top1 > limit));
       if (grew || WITH_MAX) move_references(S, ref, ok0, ok1, parity, first, met);
     }
-    {
+    if (WITH_LSE) {
       const float2 r = load_float2(base + REFERENCE + parity * 256 + mine());
       const float now[2] = {met || grew ? r.x : 0.f, met || grew ? r.y : 0.f};
 #pragma unroll
@@ -261,14 +261,16 @@ struct Scores {
         const float* s = S + 4 * (c + x);
         const float e0 = exp2_fast(s[0]), e1 = exp2_fast(s[1]), f0 = exp2_fast(s[2]), f1 = exp2_fast(s[3]);
         P[2 * x] = pack_numbers(e0, e1); P[2 * x + 1] = pack_numbers(f0, f1);
-        sums[2 * (c + x)] = e0 + f0; sums[2 * (c + x) + 1] = e1 + f1;
+        if (WITH_LSE) { sums[2 * (c + x)] = e0 + f0; sums[2 * (c + x) + 1] = e1 + f1; }
       }
       store_matrices_turned(at + c * 1024, P[0], P[1], P[2], P[3]);
     }
-    float add[2];
-    gather_columns<false>(sums, add);
-    sum[0] += add[0]; sum[1] += add[1];
-    if (last) {
+    if (WITH_LSE) {
+      float add[2];
+      gather_columns<false>(sums, add);
+      sum[0] += add[0]; sum[1] += add[1];
+    }
+    if (WITH_LSE && last) {
       wait(base + SUMS_READ, parity ^ 1);             // those of the token before
       store_float2(base + SUMS + group * 1024 + w * 256 + mine(), sum[0], sum[1]);
       if (w == 0) store_float2(base + SUM_REFERENCE + group * 256 + mine(), refers[0], refers[1]);

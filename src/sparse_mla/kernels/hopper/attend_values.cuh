@@ -16,6 +16,20 @@ DI void rescale(const Values& s, float (&acc)[128], uint32_t table) {
     for (int m = 0; m < 4; m++) { float* a = acc + 32 * m + 4 * c; a[0] *= f.x; a[1] *= f.y; a[2] *= f.x; a[3] *= f.y; }
   }
 }
+// Sums of the weights of heads 16 w + g8 (total[0]) and + 8 (total[2]), as the tensor cores have them: after `rescale`, those of a tile.
+DI void rescale_sums(const Values& s, float (&total)[4], uint32_t table) {
+  const float f0 = load_float(table + (16 * s.w + s.g8) * 4), f1 = load_float(table + (16 * s.w + s.g8 + 8) * 4);
+  total[0] *= f0; total[1] *= f0; total[2] *= f1; total[3] *= f1;
+}
+DI void add_weights(const Values& s, float (&total)[4], uint32_t weights) {
+  const int row = s.lane & 15;
+#pragma unroll
+  for (int k = 0; k < 4; k++) {
+    uint32_t x[4];
+    load_matrices(x, weights + (16 * s.w + row) * 128 + (((2 * k + (s.lane >> 4)) ^ (row & 7)) << 4));
+    add_rows(total, x);
+  }
+}
 // Left operands of two row blocks, 4 dims of a lane: words of keys (h, e); `half`: which 4 of the 8 dims.
 template <int KIND> DI void widen_words(uint32_t* a, const uint32_t (&x)[2][2], uint32_t sc0, uint32_t sc1, int half) {
 #pragma unroll
@@ -97,7 +111,7 @@ template <int KIND, class Side> DI void add_tile(const Values& s, float (&acc)[1
 DI void write_statistics(const Args& p, int token, int head, float m, float l, float true_max) {
   if (head >= p.heads) return;
   const int64_t at = (int64_t)token * p.heads + head;
-  if (p.lse) p.lse[at] = l > 0.f ? m * LN2 + logf(l) : INF;
+  if (WITH_LSE && p.lse) p.lse[at] = l == 0.f ? INF : m * LN2 + logf(l);
   if (WITH_MAX && p.max_logits) p.max_logits[at] = true_max * LN2;
 }
 // Denominator with the sink, relative to 2^m.
@@ -202,21 +216,35 @@ DI void prefetch_output(const Args& p, int lane, int head0, int position) {
   if (a) asm volatile("prefetch.global.L1 [%0];" ::"l"(a));
 }
 
-// Of heads lane and lane + 32: the reference, the sum of the weights (of one group, or of both), the true maximum.
-DI void read_sums(uint32_t base, int lane, uint32_t parity, int only, float (&M)[2], float (&L)[2], float (&T)[2]) {
+// Of heads lane and lane + 32, if a tile had a key: the reference and the true maximum.
+DI void read_references(uint32_t base, int lane, uint32_t parity, float (&M)[2], float (&T)[2]) {
+  if (!load_shared4(base + MET + 4 * parity)) return;
 #pragma unroll
   for (int i = 0; i < 2; i++) {
-    const uint32_t head = (lane + 32 * i) * 4;
-    M[i] = load_float(base + REFERENCE + parity * 256 + head);
+    const uint32_t head = parity * 256 + (lane + 32 * i) * 4;
+    M[i] = load_float(base + REFERENCE + head);
+    if (WITH_MAX) T[i] = load_float(base + TRUE_MAX + head);
+  }
+}
+// For lse: the sum of the weights before they were rounded, of one group of scores (`only`) or of both.
+DI void read_sums(uint32_t base, int lane, int only, const float (&M)[2], float (&L)[2]) {
+#pragma unroll
+  for (int i = 0; i < 2; i++)
 #pragma unroll
     for (int x = 0; x < 2; x++) {
       if (only >= 0 && x != only) continue;
-      const uint32_t at = base + SUMS + x * 1024 + head;
+      const uint32_t head = (lane + 32 * i) * 4, at = base + SUMS + x * 1024 + head;
       const float sum = (load_float(at) + load_float(at + 256)) + (load_float(at + 512) + load_float(at + 768));
-      L[i] += sum > 0.f ? sum * exp2_fast(load_float(base + SUM_REFERENCE + x * 256 + head) - M[i]) : 0.f;
+      L[i] += sum == 0.f ? 0.f : sum * exp2_fast(load_float(base + SUM_REFERENCE + x * 256 + head) - M[i]);
     }
-    if (WITH_MAX) T[i] = load_float(base + TRUE_MAX + parity * 256 + head);
-  }
+}
+// The sums that warpgroup 0 has of a token's rounded weights, to every warp of values.
+DI void share_sums(const Values& s, uint32_t parity, const float (&total)[4], float (&L)[2]) {
+  const uint32_t sums = s.base + SUMS + parity * 256;
+  if (s.g == 0 && s.t == 0) { store_float(sums + (16 * s.w + s.g8) * 4, total[0]); store_float(sums + (16 * s.w + s.g8 + 8) * 4, total[2]); }
+  values_sync();
+#pragma unroll
+  for (int i = 0; i < 2; i++) L[i] = load_float(sums + (s.lane + 32 * i) * 4);
 }
 
 DI void add_values(const Args& p, uint32_t base, int g, int w, int lane, int rank, int item0, int item_step) {
@@ -233,7 +261,11 @@ DI void add_values(const Args& p, uint32_t base, int g, int w, int lane, int ran
   lookup.begin(item0);
   __syncthreads();                  // the first rows are looked up
 #pragma unroll 1
-  for (int i = 0; i < STAGES - 1; i++) coming.start(base, i, i, 4 * g + w, true);
+  for (int i = 0; i < STAGES - 1; i++) {
+    // The third tile is asked for when the first is there: at the start every CTA waits for device memory.
+    if (i == 2 && (load_shared4(base + WHICH) & 3) != 2) wait(base + RAW_FULL, 0);
+    coming.start(base, i, i, 4 * g + w, true);
+  }
   Ahead ahead = look_ahead(p, item0);
   for (int item = item0; item < items; item += item_step) {
     const int token = token_of(p, item), head0 = (item - token * p.head_blocks) * 64;
@@ -248,12 +280,17 @@ DI void add_values(const Args& p, uint32_t base, int g, int w, int lane, int ran
 #pragma unroll
       for (int x = 0; x < 128; x++) acc[x] = 0.f;
     }
+    float total[4] = {0.f, 0.f, 0.f, 0.f};
     for (int j = 0; j < tiles; j++) {
       const int group = done & 1;
       const uint32_t raw = base + RAW + stage * STAGE, weights = base + WEIGHTS + group * 8192;
       wait(base + FULL + 8 * group, (done >> 1) & 1);
       wait(base + RAW_FULL + 8 * stage, phase);       // long over, but what the copies wrote is this thread's to read now
-      if (j > 0 && load_shared4(base + GREW + 4 * group)) rescale(s, acc, base + RESCALE + group * 256);
+      if (j > 0 && load_shared4(base + GREW + 4 * group)) {
+        rescale(s, acc, base + RESCALE + group * 256);
+        if (!WITH_LSE && g == 0) rescale_sums(s, total, base + RESCALE + group * 256);
+      }
+      if (!WITH_LSE && g == 0) add_weights(s, total, weights);
       const auto side = [&](int step) {
         if (step == 0) {
           wait(base + RAW_EMPTY + 8 * freed, freed_phase);
@@ -268,9 +305,12 @@ DI void add_values(const Args& p, uint32_t base, int g, int w, int lane, int ran
       __syncwarp();
       arrive_once(base + RAW_EMPTY + 8 * stage);
       if (j == tiles - 1) {
-        if (load_shared4(base + MET + 4 * parity)) read_sums(base, lane, parity, tiles == 1 ? group : -1, M, L, T);
-        __syncwarp();
-        arrive_once(base + SUMS_READ);
+        read_references(base, lane, parity, M, T);
+        if (WITH_LSE) {
+          read_sums(base, lane, tiles == 1 ? group : -1, M, L);
+          __syncwarp();
+          arrive_once(base + SUMS_READ);
+        }
       }
       arrive_once(base + WEIGHTS_EMPTY + 8 * group);
       done++;
@@ -278,6 +318,7 @@ DI void add_values(const Args& p, uint32_t base, int g, int w, int lane, int ran
       stage = stage == STAGES - 1 ? 0 : stage + 1;
       phase ^= stage == 0;
     }
+    if (!WITH_LSE && tiles > 0) share_sums(s, parity, total, L);
     parity ^= tiles > 0;
     float f[2];
     const int slab = 4 * g + w;       // of 64 dims

@@ -54,6 +54,7 @@ class Variant:
     out_chunked: bool  # chunk-interleaved output
     with_max: bool  # keeps the true maximum for `max_logits`
     head_tiles: int = 0  # few heads: tiles of 8 heads of a block; 0 = the 64-head body
+    with_lse: bool = False  # 64-head body: keeps sums of the weights before they are rounded
     bf16_numbers: bool = False  # 64-head body: operands of the products are bf16 instead of f16
 
     @property
@@ -69,6 +70,7 @@ class Variant:
         if self.head_tiles:
             values["HEAD_TILES"] = self.head_tiles
         else:
+            values["WITH_LSE"] = self.with_lse
             values["BF16_NUMBERS"] = self.bf16_numbers
         for letter, record in sets.items():
             values[f"{letter}_KIND"] = _KINDS[record]

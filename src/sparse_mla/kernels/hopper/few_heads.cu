@@ -267,7 +267,7 @@ DI void produce(const Args& p, uint32_t base, int w, int lane, int rank, int ste
 DI void write_statistics(const Args& p, int token, int head, float m, float l, float true_max) {
   if (head >= p.heads) return;
   const int64_t at = (int64_t)token * p.heads + head;
-  if (p.lse) p.lse[at] = l > 0.f ? m * p.scale + (logf(l) - WEIGHT_SHIFT * LN2) : INF;
+  if (p.lse) p.lse[at] = l == 0.f ? INF : m * p.scale + (logf(l) - WEIGHT_SHIFT * LN2);
   if (WITH_MAX && p.max_logits) p.max_logits[at] = true_max * p.scale;
 }
 DI float sink_of(const Args& p, int head) { return p.sink && head < p.heads ? __ldg(p.sink + head) : -INF; }
