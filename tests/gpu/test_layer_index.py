@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparse_mla.cache.records import INDEX_FP8, INDEX_RECORDS, RecordFormat
+from sparse_mla.cache.records import INDEX_FP8, INDEX_MXFP4, INDEX_RECORDS, RecordFormat
 from sparse_mla.kernels.index_contract import (
     CompressCall,
     IndexTopkCall,
@@ -191,6 +191,38 @@ def test_exact_scores_give_the_lists_of_pytorch(
         assert torch.equal(got, wanted)
 
 
+@PORTABLE
+@pytest.mark.parametrize("odd", ["keys", "queries", "weights"])
+def test_mxfp4_scales_and_weights_that_f16_is_not_for(
+    odd: str, portable: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whole numbers times powers of two, next to ordinary rows: still the lists of PyTorch."""
+    monkeypatch.setattr(body, "ROWS_TO_SHARE", 100)
+    choose_scores(monkeypatch, portable)
+    results = []
+    for device, run in (("cuda", body.index_topk), ("cpu", wanted_topk)):
+        call = make_index_call(
+            [3000], [3], IndexSizes(INDEX_MXFP4, 64, 32, 64, 8), exact=True, device=device
+        )
+        queries, data, scales = call.queries, call.keys.data_view(), call.keys.scale_view()
+        assert queries.scales is not None
+        if odd == "keys":
+            data[::5, ::7, :16] = 0
+            scales[::5, ::7, 0] = 1  # as the writers store a block of zeros
+            scales[1::5, 3] += 60
+            scales[2::5, 4] -= 60
+        elif odd == "queries":
+            queries.codes[0, :, 16:32] = 0
+            queries.scales[0, :, 1] = 1
+            queries.scales[1] += 40
+        else:
+            queries.weights[1] *= 2.0**90
+        out = empty_out(call)
+        run(call, out)
+        results.append(out.positions.cpu())
+    assert torch.equal(*results)
+
+
 @RECORDS
 @PORTABLE
 @pytest.mark.parametrize("share", [4, 100])
@@ -253,12 +285,16 @@ def test_several_programs_for_a_row_choose_what_one_does(
     assert out.positions[0].tolist() == list(range(512))
 
 
+@RECORDS
 @PORTABLE
 def test_repeats_and_rows_alone_give_the_same_bits(
-    portable: bool, monkeypatch: pytest.MonkeyPatch
+    record: RecordFormat, portable: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A row alone has its tiles in other programs; some MXFP4 keys have scales that f16 is not for."""
     choose_scores(monkeypatch, portable)
-    call = make_large_call([40000] * 12, IndexSizes(INDEX_FP8, **MODEL), device="cuda")
+    call = make_large_call([40000] * 12, IndexSizes(record, **MODEL), device="cuda")
+    if record is INDEX_MXFP4:
+        call.keys.scale_view()[::29, 7] = 60
     first = empty_out(call, 2048)
     body.index_topk(call, first)
     for _ in range(10):
@@ -273,6 +309,7 @@ def test_repeats_and_rows_alone_give_the_same_bits(
             queries=dataclasses.replace(
                 queries,
                 codes=queries.codes[row : row + 1].clone(),
+                scales=None if queries.scales is None else queries.scales[row : row + 1].clone(),
                 weights=queries.weights[row : row + 1].clone(),
             ),
             visible=call.visible[row : row + 1].clone(),
