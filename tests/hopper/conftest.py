@@ -12,14 +12,13 @@ from typing import Any
 
 import pytest
 
-from sparse_mla.kernels.contract import AttendCall, AttendOut, Layout
+from sparse_mla.kernels.contract import AttendCall, AttendOut
 from sparse_mla.kernels.hopper import attend as hopper
 from sparse_mla.kernels.hopper.bodies import (
     FEW_HEADS,
     MANY_HEADS_BLOCK,
     Body,
     block_heads,
-    head_tiles,
 )
 from sparse_mla.kernels.hopper.build import MANY_HEADS, Variant
 from sparse_mla.testing.compare import HOPPER_BODY, assert_matches_oracle
@@ -102,21 +101,10 @@ class Emulator:
 
         `block`: heads of a block, not given = as a batch-invariant call has it.
         """
-        compressed = call.window if call.compressed is None else call.compressed
         if block is None:
             few = body is FEW_HEADS
             block = block_heads(call.num_heads, 1, True) if few else MANY_HEADS_BLOCK
-        variant = Variant(
-            window=call.window.cache.record,
-            compressed=compressed.cache.record,
-            splits=splits,
-            fp8_output=out.is_fp8,
-            out_chunked=out.layout is Layout.CHUNK_INTERLEAVED,
-            with_max=out.max_logits is not None,
-            head_tiles=head_tiles(block),
-            with_lse=hopper.sums_unrounded_weights(out, block),
-            bf16_numbers=hopper.bf16_numbers(),
-        )
+        variant = hopper.variant_of(call, out, block, splits)
         head_blocks = -(-call.num_heads // block)
         query = hopper._readable_query(call)
         arguments = hopper._arguments(call, out, query, head_blocks)

@@ -24,7 +24,6 @@ from sparse_mla.cache.records import (
 from sparse_mla.kernels.contract import AttendCall, AttendOut, KeySet, Layout, allocate_scales
 from sparse_mla.kernels.write_contract import WriteWindowCall
 from sparse_mla.testing.bench import attention_flops, input_sets
-from sparse_mla.testing.cases import body_of
 from sparse_mla.testing.check import Fault, kernel_on
 from sparse_mla.testing.check_attend import attend_fault
 from sparse_mla.testing.check_caches import Sizes, check_writer
@@ -308,5 +307,4 @@ def _sampled_fault(
                    positions=call.positions[rows])  # fmt: skip
     scales = None if out.scales is None else out.scales[rows]
     part_out = replace(out, data=out.data[rows], scales=scales)
-    precision = precision_of(body_of(backend, call, out), device)
-    return attend_fault(part, part_out, precision)
+    return attend_fault(part, part_out, precision_of(backend, device))

@@ -101,17 +101,7 @@ def attend(call: AttendCall, out: AttendOut) -> None:
     items = call.num_tokens * head_blocks
     sms = _multiprocessors(index)
     splits = splits_of(call, sms)
-    variant = Variant(
-        window=call.window.cache.record,
-        compressed=(call.compressed or call.window).cache.record,
-        splits=splits,
-        fp8_output=out.is_fp8,
-        out_chunked=out.layout is Layout.CHUNK_INTERLEAVED,
-        with_max=out.max_logits is not None,
-        head_tiles=head_tiles(block),
-        with_lse=sums_unrounded_weights(out, block),
-        bf16_numbers=bf16_numbers(),
-    )
+    variant = variant_of(call, out, block, splits)
     q = _readable_query(call)
     arguments = _arguments(call, out, q, head_blocks)
     address = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
@@ -144,12 +134,24 @@ def bf16_numbers() -> bool:
     return settings().hopper_numbers == "bf16"
 
 
-def sums_unrounded_weights(out: AttendOut, block: int) -> bool:
-    """Whether a launch with blocks of so many heads sums weights from before they are rounded.
+def variant_of(call: AttendCall, out: AttendOut, block: int, splits: int) -> Variant:
+    """What a launch with blocks of so many heads, each shared by `splits` CTAs, is compiled for.
 
-    The 64-head body does so for lse, and where weights are bf16, whose 8 bits are too few for a sum.
+    The 64-head body sums weights from before they are rounded for lse, and where they are bf16, whose 8 bits
+    are too few for a sum.
     """
-    return block == MANY_HEADS_BLOCK and (out.lse is not None or bf16_numbers())
+    numbers = bf16_numbers()
+    return Variant(
+        window=call.window.cache.record,
+        compressed=(call.compressed or call.window).cache.record,
+        splits=splits,
+        fp8_output=out.is_fp8,
+        out_chunked=out.layout is Layout.CHUNK_INTERLEAVED,
+        with_max=out.max_logits is not None,
+        head_tiles=head_tiles(block),
+        with_lse=block == MANY_HEADS_BLOCK and (out.lse is not None or numbers),
+        bf16_numbers=numbers,
+    )
 
 
 def splits_of(call: AttendCall, num_sms: int) -> int:

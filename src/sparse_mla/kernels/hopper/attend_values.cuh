@@ -16,11 +16,12 @@ DI void rescale(const Values& s, float (&acc)[128], uint32_t table) {
     for (int m = 0; m < 4; m++) { float* a = acc + 32 * m + 4 * c; a[0] *= f.x; a[1] *= f.y; a[2] *= f.x; a[3] *= f.y; }
   }
 }
-// Sums of the weights of heads 16 w + g8 (total[0]) and + 8 (total[2]), as the tensor cores have them: after `rescale`, those of a tile.
+// The same for the sums of the weights: total[0] is that of head 16 w + g8, total[2] of 8 heads further.
 DI void rescale_sums(const Values& s, float (&total)[4], uint32_t table) {
   const float f0 = load_float(table + (16 * s.w + s.g8) * 4), f1 = load_float(table + (16 * s.w + s.g8 + 8) * 4);
   total[0] *= f0; total[1] *= f0; total[2] *= f1; total[3] *= f1;
 }
+// Adds a tile's weights to them, as the tensor cores have them.
 DI void add_weights(const Values& s, float (&total)[4], uint32_t weights) {
   const int row = s.lane & 15;
 #pragma unroll
