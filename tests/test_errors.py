@@ -137,6 +137,8 @@ def test_settings_have_defaults_and_are_typed() -> None:
     empty = Settings.from_environment({})
     assert (empty.backend, empty.triton_interpreter) == ("auto", False)
     assert empty.hopper_numbers == "f16"
+    assert empty.overlap
+    assert not Settings.from_environment({"SPARSE_MLA_OVERLAP": "Off"}).overlap
     assert Settings.from_environment({"SPARSE_MLA_HOPPER_NUMBERS": "BF16"}).hopper_numbers == "bf16"
     assert empty.cache_dir == Path("~/.cache/sparse_mla").expanduser()
     given = Settings.from_environment(
@@ -147,5 +149,7 @@ def test_settings_have_defaults_and_are_typed() -> None:
         ArgumentError, match="SPARSE_MLA_BACKEND: got 'cutlass'; allowed: auto, hop"
     ):
         Settings.from_environment({"SPARSE_MLA_BACKEND": "cutlass"})
+    with pytest.raises(ArgumentError, match="SPARSE_MLA_OVERLAP: got '1'; allowed: on, off"):
+        Settings.from_environment({"SPARSE_MLA_OVERLAP": "1"})
     with pytest.raises(ArgumentError, match="HOPPER_NUMBERS: got 'fp8'; allowed: f16, bf16"):
         Settings.from_environment({"SPARSE_MLA_HOPPER_NUMBERS": "fp8"})

@@ -14,6 +14,8 @@ BACKEND_NAMES = ("auto", "hopper", "triton", "torch", "reference")
 """What `backend=` and SPARSE_MLA_BACKEND accept."""
 HOPPER_NUMBERS = ("f16", "bf16")
 """What SPARSE_MLA_HOPPER_NUMBERS accepts."""
+SWITCH = ("on", "off")
+"""What SPARSE_MLA_OVERLAP accepts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +26,8 @@ class Settings:
     SPARSE_MLA_CACHE_DIR   where compiled kernels are kept; default `~/.cache/sparse_mla`
     SPARSE_MLA_HOPPER_NUMBERS  what query, keys and weights are for Hopper's tensor cores: `f16` (default; values beyond
                            its range saturate) or `bf16` (none do, weights keep 8 bits, the kernel is slower)
+    SPARSE_MLA_OVERLAP     whether a launch of a Hopper kernel may get ready while the launch ahead of it in the stream ends
+                           (programmatic dependent launch; it touches no tensor before that): `on` (default) or `off`
     TRITON_INTERPRET       Triton's own switch: its kernels then run on a CPU, slowly
     """
 
@@ -31,13 +35,15 @@ class Settings:
     cache_dir: Path
     triton_interpreter: bool
     hopper_numbers: str = "f16"
+    overlap: bool = True
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> Settings:
         """Read the variables of this process, or of a mapping.
 
         Raises:
-            ArgumentError: SPARSE_MLA_BACKEND names no backend, or SPARSE_MLA_HOPPER_NUMBERS no format.
+            ArgumentError: SPARSE_MLA_BACKEND names no backend, SPARSE_MLA_HOPPER_NUMBERS no format, or
+                SPARSE_MLA_OVERLAP is neither on nor off.
         """
         variables = os.environ if environment is None else environment
         backend = _one_of(variables, "SPARSE_MLA_BACKEND", BACKEND_NAMES)
@@ -47,6 +53,7 @@ class Settings:
             cache_dir=Path(cache).expanduser(),
             triton_interpreter=variables.get("TRITON_INTERPRET", "0") not in ("", "0"),
             hopper_numbers=_one_of(variables, "SPARSE_MLA_HOPPER_NUMBERS", HOPPER_NUMBERS),
+            overlap=_one_of(variables, "SPARSE_MLA_OVERLAP", SWITCH) == "on",
         )
 
 

@@ -2,7 +2,7 @@
 
 The number of heads chooses the body here, as in batch-invariant calls: `few_heads.cu` up to 32 of them, in steps of 8, `attend.cu`
 above; `test_hopper_blocks.py` has blocks of heads and the choice by time. Every cache is
-poisoned: what no valid lane names is NaN. Tests of thousands of launches stand first, so that they do not run alone at the end.
+poisoned: what no valid lane names is NaN. The cases of 300 tokens and 32 heads also catch copies that overwrite rows too early. Tests of thousands of launches stand first, so that they do not run alone at the end.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ VARIANTS = {
     "16 heads, nvfp4": (Variant(MXFP8, NVFP4, 1, True, False, False, 2), 32),
     "24 heads, planar split": (Variant(MXFP8_PLANAR, MXFP8_PLANAR, 8, True, True, True, 3), 64),
     "8 heads, v4": (Variant(V4, V4, 3, False, False, False, 1), 32),
-    "32 heads": (Variant(MXFP8, MXFP8, 1, True, True, False, 4), 420),
+    "32 heads": (Variant(MXFP8, MXFP8, 1, True, True, False, 4), 160),
 }
 """Variant and the bytes that it may spill."""
 REGISTERS_AT_ENTRY = 96  # 65,536 over 640 threads, in steps of 8

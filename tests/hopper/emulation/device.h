@@ -82,6 +82,8 @@ static inline void cluster_arrive() { cur->cluster_gen = cluster_gen; if (++clus
 static inline void cluster_arrive_relaxed() { cluster_arrive(); }
 static inline void cluster_wait() { const int g = cur->cluster_gen; until([=] { return cluster_gen != g; }); }
 static inline void fence_barriers() {}
+static inline void wait_for_launch_before() {}
+static inline void let_next_launch_begin() {}
 static inline void fence_async() {}
 template <int N> static inline void set_registers_up() {}
 template <int N> static inline void set_registers_down() {}
@@ -141,6 +143,7 @@ static inline void copies_land(bool all) {
 }
 template <int N> static inline void copy_async(uint32_t to, const void* from, int size) { if ((uintptr_t)from % N) fail("unaligned copy"); uint8_t* t = at(to, N); memset(t, 0, N); memcpy(t, from, size); }
 static inline void copies_arrive(uint32_t b) { arrive(b); }
+static inline void copies_wait() {}
 
 // numbers
 static inline uint16_t to_f16(float f) { _Float16 h = (_Float16)f; uint16_t r; memcpy(&r, &h, 2); return r; }

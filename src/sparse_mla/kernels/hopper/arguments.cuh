@@ -53,12 +53,21 @@ struct Args {
   float scale;
 };
 
-// The position of a token, 0 without positions; those that no 32-bit number holds are as good as the nearest that one does.
-DI int position_of(const Args& p, int token) {
-  if (!p.positions) return 0;
-  const int* at = p.positions + (int64_t)token * p.position_step;
-  const int low = __ldg(at);
-  if (p.position_step == 1) return low;
-  const int high = __ldg(at + 1);
-  return high < 0 ? -1 : high > 0 || low < 0 ? 0x7fffffff : low;
+// The position of a token as it is loaded, 0 without positions. Only `value` waits for it.
+struct RawPosition {
+  int low, high;               // the same word twice if positions have one
+
+  // Positions that no 32-bit number holds are as good as the nearest that one does.
+  DI int value(const Args& p) const {
+    if (p.position_step == 1) return low;
+    return high < 0 ? -1 : high > 0 || low < 0 ? 0x7fffffff : low;
+  }
+};
+DI RawPosition ask_position(const Args& p, int token) {
+  RawPosition x = {0, 0};
+  if (p.positions) {
+    const int* at = p.positions + (int64_t)token * p.position_step;
+    x.low = __ldg(at); x.high = __ldg(at + p.position_step - 1);
+  }
+  return x;
 }

@@ -102,6 +102,8 @@ extern "C" __global__ void __launch_bounds__(512, 1) attend(const __grid_constan
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   __syncthreads();
+  wait_for_launch_before();
+  let_next_launch_begin();
   if (group < 2) {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(VALUES_REGISTERS));
     add_values(p, base, group, w, lane, rank, item0, item_step);

@@ -115,13 +115,13 @@ DI Span span_of(const Args& p, int window_keys, int compressed_keys, int rank) {
 DI int token_of(const Args& p, int item) { return p.head_blocks == 1 ? item : item / p.head_blocks; }
 
 // What a token's first step depends on, asked for one token ahead.
-struct Ahead { int position, window_keys, compressed_keys; };
+struct Ahead { RawPosition position; int window_keys, compressed_keys; };
 
 DI Ahead look_ahead(const Args& p, int item) {
   const int token = token_of(p, item);
-  Ahead a = {0, (int)p.a.width, (int)p.b.width};
+  Ahead a = {{0, 0}, (int)p.a.width, (int)p.b.width};
   if (item >= p.tokens * p.head_blocks) return a;
-  a.position = position_of(p, token);
+  a.position = ask_position(p, token);
   if (p.a.lengths) a.window_keys = __ldg(p.a.lengths + token);
   if (p.b.lengths) a.compressed_keys = __ldg(p.b.lengths + token);
   return a;

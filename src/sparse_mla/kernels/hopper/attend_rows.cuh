@@ -20,23 +20,26 @@ struct Lookup {
   int warp, lane, rank, item_step;
 
   DI int items() const { return p.tokens * p.head_blocks; }
+  // To tile `number` of a token whose keys are `x`; false if it has none.
+  DI bool place(Walk& s, int token, const Span& x, int number, int tokens) const {
+    const int j = x.first + number;
+    if (j >= x.last) return false;
+    const bool compressed = j >= x.window_tiles;
+    const KeyArgs& k = compressed ? p.b : p.a;
+    const int before = (compressed ? j - x.window_tiles : j) * 64;
+    s.list = (uint64_t)(k.indices + token * k.indices_stride + before);
+    s.left = (compressed ? x.compressed_keys : x.window_keys) - before;
+    s.set_tiles = (compressed ? x.last : min(x.window_tiles, x.last)) - j - 1;
+    s.token_tiles = x.last - j - 1; s.number = number; s.flags = (int)compressed | tokens << 1;
+    return true;
+  }
   // To tile `number` of an item, or of those after it.
   DI void seek(Walk& s, int item, int number, int tokens) const {
     s.item = item; s.list = 0; s.left = s.set_tiles = s.token_tiles = s.number = s.flags = 0;
     for (; item < items(); item += item_step) {
       const int token = token_of(p, item);
       const Span x = span_of(p, p.a.lengths ? __ldg(p.a.lengths + token) : p.a.width, p.b.lengths ? __ldg(p.b.lengths + token) : p.b.width, rank);
-      const int j = x.first + number;
-      if (j < x.last) {
-        const bool compressed = j >= x.window_tiles;
-        const KeyArgs& k = compressed ? p.b : p.a;
-        const int before = (compressed ? j - x.window_tiles : j) * 64;
-        s.list = (uint64_t)(k.indices + token * k.indices_stride + before);
-        s.left = (compressed ? x.compressed_keys : x.window_keys) - before;
-        s.set_tiles = (compressed ? x.last : min(x.window_tiles, x.last)) - j - 1;
-        s.token_tiles = x.last - j - 1; s.number = number; s.flags = (int)compressed | tokens << 1;
-        break;
-      }
+      if (place(s, token, x, number, tokens)) break;
       number -= x.last - x.first;
       tokens += x.last > x.first;
     }
@@ -77,15 +80,24 @@ struct Lookup {
     const uint4 x = load_shared16(base + WALK + (tile & 1) * 32), y = load_shared16(base + WALK + (tile & 1) * 32 + 16);
     return {x.x | (uint64_t)x.y << 32, (int)x.z, (int)x.w, (int)y.x, (int)y.y, (int)y.z, (int)y.w};
   }
-  // The first tiles of the CTA; the one after them is asked for.
+  DI static void load_slots(const Walk& s, int lane, int (&slots)[2]) {
+    const int* list = (const int*)s.list + lane;
+    slots[0] = lane < s.left ? __ldg(list) : -1;
+    slots[1] = lane + 32 < s.left ? __ldg(list + 32) : -1;
+  }
+  // The first tiles of the CTA; the one after them is asked for. Slots are loaded together with the lengths, as if all
+  // lists were full, and once more if that was wrong.
   DI void begin(int item0) const {
     if (warp > LEAD) return;
-    Walk s;
+    Walk s, guess;
+    guess.list = 0; guess.left = 0;
+    if (warp < LEAD && item0 < items()) place(guess, token_of(p, item0), span_of(p, p.a.width, p.b.width, rank), warp, 0);
+    int slots[2];
+    load_slots(guess, lane, slots);
     seek(s, item0, warp, 0);
     if (warp == LEAD) { ask(LEAD, s); return; }
-    const int* list = (const int*)s.list + lane;
-    const int slot0 = lane < s.left ? __ldg(list) : -1, slot1 = lane + 32 < s.left ? __ldg(list + 32) : -1;
-    note(warp, s.word(items()), s.item, slot0, slot1);
+    if (s.list != guess.list) load_slots(s, lane, slots);
+    note(warp, s.word(items()), s.item, lane < s.left ? slots[0] : -1, lane + 32 < s.left ? slots[1] : -1);
   }
   // This warp's part in it while the values of tile `done` are added up.
   DI void next(uint32_t done) const {

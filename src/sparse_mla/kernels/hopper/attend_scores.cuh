@@ -296,9 +296,9 @@ struct Scores {
       if (first) {
         const int item = load_shared4(base + ITEM + 4 * ring());
         wait(base + SETTLED + 8 * (group ^ 1), before());   // the query before is read
-        const int position = position_of(p, token_of(p, item));
+        const RawPosition position = ask_position(p, token_of(p, item));
         if (item != started) { copy_wait<0>(); query.start(p, item); }   // not over copies under way
-        query.finish(p, position);
+        query.finish(p, position.value(p));
         fence_async();
         group_sync(group);
         arrive_once(base + QUERY_FULL);

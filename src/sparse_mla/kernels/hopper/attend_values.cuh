@@ -261,19 +261,19 @@ DI void add_values(const Args& p, uint32_t base, int g, int w, int lane, int ran
   const Lookup lookup{p, base, 4 * g + w, lane, rank, item_step};
   lookup.begin(item0);
   __syncthreads();                  // the first rows are looked up
+  Ahead ahead = look_ahead(p, item0);
 #pragma unroll 1
   for (int i = 0; i < STAGES - 1; i++) {
     // The third tile is asked for when the first is there: at the start every CTA waits for device memory.
     if (i == 2 && (load_shared4(base + WHICH) & 3) != 2) wait(base + RAW_FULL, 0);
     coming.start(base, i, i, 4 * g + w, true);
   }
-  Ahead ahead = look_ahead(p, item0);
   for (int item = item0; item < items; item += item_step) {
     const int token = token_of(p, item), head0 = (item - token * p.head_blocks) * 64;
     const Span span = span_of(p, ahead.window_keys, ahead.compressed_keys, rank);
-    const int tiles = span.last - span.first, position = ahead.position;
+    const int tiles = span.last - span.first, position = ahead.position.value(p);
     prefetch_output(p, lane, head0, position);
-    ahead = look_ahead(p, item + item_step);
+    if (SPLITS == 1) ahead = look_ahead(p, item + item_step);   // a split token is a CTA's only one
     float M[2], L[2], T[2];   // of heads lane and lane + 32: reference and true maximum (log2 units), sum of the weights
 #pragma unroll
     for (int i = 0; i < 2; i++) { M[i] = -INF; L[i] = 0.f; T[i] = -INF; }

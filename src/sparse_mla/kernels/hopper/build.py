@@ -147,17 +147,31 @@ def launch(kernel: int, body: Body, arguments: int, ctas: int, splits: int, stre
     config.blockDimX, config.blockDimY, config.blockDimZ = body.threads, 1, 1
     config.sharedMemBytes = body.shared_bytes
     config.hStream = stream
+    attributes = _attributes(splits, settings().overlap)
+    config.attrs = list(attributes)
+    config.numAttrs = len(attributes)
+    _checked(driver.cuLaunchKernelEx(config, driver.CUfunction(kernel), arguments, 0))
+
+
+@functools.cache
+def _attributes(splits: int, overlapped: bool) -> tuple[Any, ...]:
+    """Attributes of a launch: the CTAs of a cluster, and whether it may begin before the launch ahead of it ends."""
+    from cuda.bindings import driver
+
+    names = driver.CUlaunchAttributeID
+    attributes = []
     if splits > 1:
         cluster = driver.CUlaunchAttribute()
-        cluster.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
-        cluster.value.clusterDim.x, cluster.value.clusterDim.y, cluster.value.clusterDim.z = (
-            splits,
-            1,
-            1,
-        )
-        config.attrs = [cluster]
-        config.numAttrs = 1
-    _checked(driver.cuLaunchKernelEx(config, driver.CUfunction(kernel), arguments, 0))
+        cluster.id = names.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+        cluster.value.clusterDim.x = splits
+        cluster.value.clusterDim.y = cluster.value.clusterDim.z = 1
+        attributes.append(cluster)
+    if overlapped:
+        overlap = driver.CUlaunchAttribute()
+        overlap.id = names.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        overlap.value.programmaticStreamSerializationAllowed = 1
+        attributes.append(overlap)
+    return tuple(attributes)
 
 
 def _checked(result: tuple[Any, ...]) -> Any:

@@ -10,14 +10,16 @@
 //   values    warps 8..15: warp w owns 64 output dims, O^T [64 x heads] += V^T P^T over the blocks of a tile, and
 //             writes them.
 //   producers warps 16..19: one bulk copy a row into the ring, as far ahead as it has room, also for the next token.
-// Only scores and producers look at lengths; the value role is told each tile's Work.
+// Only scores and producers look at lengths; the value role is told each tile's Work. What scores need of the next token,
+// its lengths and position, they ask for a token ahead, into shared memory.
+// A block goes back to the producers after a fence: reads that an arrival alone orders may come after the next copy's writes.
 // SPLITS > 1: a cluster shares the blocks of one token. Each CTA sends its partial sums to the CTA that writes those
 // outputs, which adds them in rank order. A barrier there counts the bytes: a barrier of the cluster with release would
 // wait for everything on its way to global memory.
 //
 // Budget of a CTA (checked by tests/hopper/test_few_heads.py):
 //   threads 640: 8 score warps, 8 value warps, 4 producer warps; registers by role, see below
-//   spills at most 120 bytes (25 to 32 heads: 420), outside the products
+//   spills at most 120 bytes (25 to 32 heads: 160), outside the products
 //   tile of 128 rows of 528 bytes, each scheduler: conversions 1,300 clocks (512 of 2.5), products 900 for each 8 heads
 //   (128 of 7), about 2,500 issue slots; HBM needs 3,900 clocks
 //
@@ -68,22 +70,26 @@ constexpr int QUERY = 0;                                     // fragments of all
 constexpr int TABLES = QUERY + QUERY_BYTES;                  // [2][block] (key pair, group) -> f16 scales of both keys
 constexpr int WEIGHTS = TABLES + 2 * TABLES_BYTES;           // [2][head][128 keys] f16
 constexpr int TILE_MAX = WEIGHTS + 2 * WEIGHTS_BYTES;        // [block][head] f32
-constexpr int SUMS = TILE_MAX + BLOCKS * HEAD_BYTES;         // [block][head] f32, at the end of a token
-constexpr int TRUE_MAX = SUMS + BLOCKS * HEAD_BYTES;         // [block][head] f32, likewise
-constexpr int MAXIMUM = TRUE_MAX + BLOCKS * HEAD_BYTES;      // [head] f32, the reference
-constexpr int FACTORS = MAXIMUM + HEAD_BYTES;                // [2][head] f32, of what was summed before a tile
-constexpr int FINAL = FACTORS + 2 * HEAD_BYTES;              // [2][head] of a token: weight, position; SPLITS > 1: [rank][head] maximum, sum, true maximum
-constexpr int TILE = FINAL + 4 * HEAD_BYTES * (SPLITS > 1 ? SPLITS : 2);  // [2] u32, Work of a tile for the value role
+constexpr int END = TILE_MAX + BLOCKS * HEAD_BYTES;          // [token parity 2], what the value role needs at the end of a token:
+constexpr int SUMS = END, TRUE_MAX = SUMS + BLOCKS * HEAD_BYTES;            // [block][head] f32 each
+constexpr int MAXIMUM = TRUE_MAX + BLOCKS * HEAD_BYTES;                     // [head] f32, the reference
+constexpr int SINKS = MAXIMUM + HEAD_BYTES;                                 // [head] f32
+constexpr int END_BYTES = SINKS + HEAD_BYTES - END;
+constexpr int FACTORS = END + 2 * END_BYTES;                 // [2][head] f32, of what was summed before a tile
+constexpr int FINAL = FACTORS + 2 * HEAD_BYTES;              // SPLITS > 1: [rank][head] maximum, sum, true maximum
+constexpr int TILE = FINAL + (SPLITS > 1 ? 4 * HEAD_BYTES * SPLITS : 0);  // [2] u32, Work of a tile for the value role
 constexpr int WEIGHTS_FULL = TILE + 8;                       // [2]
 constexpr int WEIGHTS_EMPTY = WEIGHTS_FULL + 16;             // [2]
-constexpr int FINAL_FULL = WEIGHTS_EMPTY + 16;               // [2]; SPLITS > 1: what the cluster sends counts on the first
+constexpr int FINAL_FULL = WEIGHTS_EMPTY + 16;               // [token parity 2]; SPLITS > 1: what the cluster sends counts on the first
 constexpr int FULL = FINAL_FULL + 16;                        // [ring]
 constexpr int MAX_RING = 32;
 constexpr int EMPTY = FULL + 8 * MAX_RING;                   // [ring]
 constexpr int VALID = EMPTY + 8 * MAX_RING;                  // [ring] u32, a bit a row
+constexpr int LENGTHS = VALID + 4 * MAX_RING;                // [token parity 2] (window, compressed) int, what scores ask for ahead
+constexpr int POSITIONS = LENGTHS + 16;                      // [token & 3] RawPosition, asked for a token ahead, read up to two behind
 // SPLITS > 1: partial sums that the cluster sends. A unit is (64 dims, head tile, even or odd heads), 1 KB.
 constexpr int UNITS = 16 * HEAD_TILES;                       // unit u is written by rank u % SPLITS
-constexpr int PARTS = (VALID + 4 * MAX_RING + 127) & ~127;   // [own unit][rank] f32
+constexpr int PARTS = (POSITIONS + 32 + 127) & ~127;   // [own unit][rank] f32
 constexpr int PARTS_BYTES = SPLITS > 1 ? (UNITS + SPLITS - 1) / SPLITS * SPLITS * 1024 : 0;
 constexpr bool OWN_SPACE = HEAD_TILES <= 2;                  // else parts lie over the ring, once no CTA uses it
 constexpr int ROWS = PARTS + (OWN_SPACE ? PARTS_BYTES : 0);  // the ring
@@ -142,17 +148,17 @@ struct Cursor {
     if (token >= p.tokens || block >= end || key >= (compressed ? compressed_keys : window_keys)) return nullptr;
     return k.indices + (int64_t)token * k.indices_stride + key;
   }
-  DI Work next(const Args& p, int rank, int step) {
-    Work w;
-    w.bits = 0;
-    if (token_of(p, item) >= p.tokens) return w;
+  // The next tile of the item.
+  DI Work take() {
     const int blocks = min(end - at, BLOCKS), window = min(max(window_blocks - at, 0), blocks);
-    w.bits = 512 | blocks | (window << 4);
     at += BLOCKS;
-    if (at >= end) {
-      w.bits |= 256;
-      begin(p, item + step, rank, step);
-    }
+    return {512u | blocks | (window << 4) | (at >= end ? 256 : 0)};
+  }
+  // The next tile of all items.
+  DI Work next(const Args& p, int rank, int step) {
+    if (token_of(p, item) >= p.tokens) return {0};
+    const Work w = take();
+    if (w.last()) begin(p, item + step, rank, step);
     return w;
   }
 };
@@ -162,10 +168,6 @@ struct Ring {
   int place; uint32_t round;
   DI Ring ahead(int n) const { Ring r = {place + n, round}; if (r.place >= RING) { r.place -= RING; r.round ^= 1; } return r; }
 };
-DI int position_ahead(const Args& p, int item) {
-  const int token = token_of(p, item);
-  return token < p.tokens ? position_of(p, token) : 0;
-}
 
 // ---------------------------------------------------------------- scales
 // Word of a key pair and, for scores, of this lane's group of the first 64 dims; the next 64 dims are 4 bytes on.
@@ -318,13 +320,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend(const __grid_con
   const uint32_t base = uniform_least(shared_address(memory));
   const int warp = uniform(threadIdx.x >> 5), lane = __shfl_sync(~0u, threadIdx.x & 31, threadIdx.x & 31);
   const int rank = SPLITS == 1 ? 0 : blockIdx.x % SPLITS, step = gridDim.x / SPLITS, item = blockIdx.x / SPLITS;
+  wait_for_launch_before();
+  let_next_launch_begin();
   // Loads that others wait for are under way while barriers are made.
   uint32_t query[HEAD_TILES][8];
-  int position = 0, guessed = -1;
+  int guessed = -1;
   Cursor cursor, guess;
   if (warp < 8) {
-    position = position_ahead(p, item);
-    cursor.ask(p, item);
+    if (warp == 0) ask_ahead(p, base, lane, item, 0);
     load_query(query, p, item, warp, lane >> 2, lane & 3);
   } else if (warp >= 16) {
     guess.enter(p, item, rank, p.a.width, p.b.width);
@@ -341,7 +344,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend(const __grid_con
     } else {
       barrier_init(base + WEIGHTS_FULL + 8 * (i - RING), 1);
       barrier_init(base + WEIGHTS_EMPTY + 8 * (i - RING), 8 * WARP);
-      barrier_init(base + FINAL_FULL + 8 * (i - RING), SPLITS == 1 ? 32 : 1);
+      barrier_init(base + FINAL_FULL + 8 * (i - RING), SPLITS == 1 ? 8 * WARP : 1);
       if (SPLITS > 1 && i == RING) arrive_and_expect(base + FINAL_FULL, SPLITS * (16 * HEADS + (UNITS - rank + SPLITS - 1) / SPLITS * 1024));
     }
   }
@@ -352,8 +355,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend(const __grid_con
   if (warp < 8) {
     if (SCORE_REGISTERS > ENTRY_REGISTERS) set_registers_up<SCORE_REGISTERS>();
     else set_registers_down<SCORE_REGISTERS>();
-    Scores scores{p, base, warp, lane, lane >> 2, lane & 3, c1, GROWTH / c1, SPLITS == 1 ? sink_of(p, first_head(p, item) + lane) : 0.f};
-    scores.run(rank, step, cursor, query, position);
+    Scores scores{p, base, warp, lane, lane >> 2, lane & 3, c1, GROWTH / c1};
+    scores.run(rank, step, query);
   } else if (warp < 16) {
     if (VALUE_REGISTERS > ENTRY_REGISTERS) set_registers_up<VALUE_REGISTERS>();
     else set_registers_down<VALUE_REGISTERS>();

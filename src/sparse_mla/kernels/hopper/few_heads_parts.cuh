@@ -24,6 +24,8 @@ template <int N> DI void copy_async(uint32_t to, const void* from, int size) {
   if (N == 16) asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(size) : "memory");
   else asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(to), "l"(from), "n"(N), "r"(size) : "memory");
 }
+// Until this thread's copies are done.
+DI void copies_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 template <int N> DI void set_registers_up() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N)); }
 template <int N> DI void set_registers_down() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N)); }
 // d += a b for 16 rows x 8 columns x 16.

@@ -22,6 +22,26 @@ DI void load_query(uint32_t (&q)[HEAD_TILES][8], const Args& p, int item, int d,
     q[n][0] = x.x; q[n][1] = x.y; q[n][2] = x.z; q[n][3] = x.w; q[n][4] = y.x; q[n][5] = y.y; q[n][6] = y.z; q[n][7] = y.w;
   }
 }
+// Of the CTA's token number n.
+DI int position_of(const Args& p, uint32_t base, int n) {
+  if (!p.positions) return 0;
+  const uint2 x = load_shared8(base + POSITIONS + (n & 3) * 8);
+  return RawPosition{(int)x.x, (int)x.y}.value(p);
+}
+// What a token needs before its first tile goes to shared memory, so that nothing waits for it and no register holds it:
+// the lengths (lanes 0 and 1 of one warp) and the position (2 and 3) of the CTA's token number n.
+DI void ask_ahead(const Args& p, uint32_t base, int lane, int item, int n) {
+  const int token = token_of(p, item);
+  const int* from = lane == 0 ? p.a.lengths : lane == 1 ? p.b.lengths : p.positions;
+  if (lane >= 4 || !from || token >= p.tokens) return;
+  from += lane < 2 ? token : (int64_t)token * p.position_step + (lane - 2) * (p.position_step - 1);
+  copy_async<4>(base + (lane < 2 ? LENGTHS + (n & 1) * 8 : POSITIONS + (n & 3) * 8 - 8) + lane * 4, from, 4);
+}
+// Sinks of an item's heads, token number n.
+DI void ask_sinks(const Args& p, uint32_t base, int lane, int item, int n) {
+  const int head = first_head(p, item) + lane;
+  if (lane < HEADS && p.sink && head < p.heads) copy_async<4>(base + SINKS + (n & 1) * END_BYTES + lane * 4, p.sink + head, 4);
+}
 // Byte of this lane's pair of words of a k16 step and head tile.
 DI uint32_t query_place(int step, int n, int lane) {
   return (HEAD_TILES == 1 ? (step >> 1) * 512 + (step & 1) * 8 : (step * ((HEAD_TILES + 1) / 2) + (n >> 1)) * 512 + (n & 1) * 8) + lane * 16;
@@ -30,13 +50,23 @@ DI uint32_t turn(uint32_t pair, float c, float s) {
   const float a = __uint_as_float(pair << 16), b = __uint_as_float(pair & 0xffff0000u);
   return pack_bf16(a * c - b * s, a * s + b * c);
 }
-// Rotates, rounds to bf16, widens to f16, orders, and stores where all score warps find it.
-DI void finish_query(uint32_t (&q)[HEAD_TILES][8], const Args& p, uint32_t base, int position, int d, int lane) {
-  if (p.rotate_query && d == 7) {
+// Angles of the dims of a lane of warp 7: two quads of pairs.
+struct Angles {
+  float4 cos[2], sin[2];
+
+  DI void ask(const Args& p, int position, int d, int lane) {
+    if (!p.rotate_query || d != 7) return;
     const float4* table = (const float4*)(rope_row(p, position) + 8 * (lane & 3));
 #pragma unroll
+    for (int h = 0; h < 2; h++) { cos[h] = __ldg(table + h); sin[h] = __ldg(table + 8 + h); }
+  }
+};
+// Rotates, rounds to bf16, widens to f16, orders, and stores where all score warps find it.
+DI void finish_query(uint32_t (&q)[HEAD_TILES][8], const Args& p, uint32_t base, const Angles& angles, int d, int lane) {
+  if (p.rotate_query && d == 7) {
+#pragma unroll
     for (int h = 0; h < 2; h++) {
-      const float4 c = __ldg(table + h), s = __ldg(table + 8 + h);
+      const float4 c = angles.cos[h], s = angles.sin[h];
 #pragma unroll
       for (int n = 0; n < HEAD_TILES; n++) {
         uint32_t (&w)[8] = q[n];
@@ -150,13 +180,22 @@ template <int KIND> DI void score_block(float (&S)[HEAD_TILES][4], const Query& 
     }
 }
 
+// What the score warps left of a head at the end of a token.
+struct EndOfToken { float maximum, sum, top; };
+DI EndOfToken end_of_token(uint32_t end, int head) {
+  const uint32_t at = end + SUMS + head * 4;
+  EndOfToken x = {load_float(end + MAXIMUM + head * 4), 0.f, -INF};
+#pragma unroll
+  for (int i = 0; i < BLOCKS; i++) { x.sum += load_float(at + i * HEAD_BYTES); if (WITH_MAX) x.top = fmaxf(x.top, load_float(at + i * HEAD_BYTES + TRUE_MAX - SUMS)); }
+  return x;
+}
+
 // The score role.
 struct Scores {
   const Args& p;
   uint32_t base;
   int warp, lane, g, t;
   float c1, threshold;
-  float sink;                  // of head `lane` of the block
   Query q;
   float m[HEAD_TILES][2], l[HEAD_TILES][2], top[HEAD_TILES][2];  // reference and true maximum, sum, of heads 2 t, 2 t + 1
   float S[HEAD_TILES][4];
@@ -239,90 +278,94 @@ struct Scores {
       }
     return grew;
   }
-  // End of a token: its maximum and sums, for the value role (of every CTA of the cluster).
-  DI void finish(int item, int position, int parity, int rank) {
-    __syncwarp();
-    if (SPLITS > 1) cluster_wait();          // the others have started
+  // End of the CTA's token number n: its maximum and sums, for the value role (of every CTA of the cluster).
+  DI void finish(int n, int rank) {
+    const uint32_t end = base + (n & 1) * END_BYTES;
+    if (SPLITS > 1) { __syncwarp(); cluster_wait(); }        // the others have started
 #pragma unroll
-    for (int n = 0; n < HEAD_TILES; n++)
+    for (int i = 0; i < HEAD_TILES; i++)
 #pragma unroll
       for (int e = 0; e < 2; e++) {
-        const uint32_t at = base + SUMS + warp * HEAD_BYTES + (8 * n + 2 * t + e) * 4;
-        float x = l[n][e];
+        const uint32_t at = end + SUMS + warp * HEAD_BYTES + (8 * i + 2 * t + e) * 4;
+        float x = l[i][e];
         x += __shfl_xor_sync(~0u, x, 4); x += __shfl_xor_sync(~0u, x, 8); x += __shfl_xor_sync(~0u, x, 16);
         if (g == 0) store_float(at, x);
         if (WITH_MAX) {
-          float y = top[n][e];
+          float y = top[i][e];
           y = fmaxf(y, __shfl_xor_sync(~0u, y, 4)); y = fmaxf(y, __shfl_xor_sync(~0u, y, 8)); y = fmaxf(y, __shfl_xor_sync(~0u, y, 16));
           if (g == 0) store_float(at + TRUE_MAX - SUMS, y);
         }
-        if (warp == 0 && g == 0) store_float(base + MAXIMUM + (8 * n + 2 * t + e) * 4, m[n][e]);
+        if (warp == 0 && g == 0) store_float(end + MAXIMUM + (8 * i + 2 * t + e) * 4, m[i][e]);
       }
+    __syncwarp();
+#if SPLITS == 1
+    if (WARP == 32 || lane == 0) arrive(base + FINAL_FULL + 8 * (n & 1));
+    meet<1>();                 // nobody needs the query any more
+#else
     meet<1>();
-    if (warp == 0) {
-      const int head = min(lane, HEADS - 1);
-      const uint32_t at = base + SUMS + head * 4;
-      float L = 0.f, T = -INF;
+    if (warp > 0 || lane >= HEADS) return;
+    const EndOfToken x = end_of_token(end, lane);
 #pragma unroll
-      for (int i = 0; i < BLOCKS; i++) { L += load_float(at + i * HEAD_BYTES); if (WITH_MAX) T = fmaxf(T, load_float(at + i * HEAD_BYTES + TRUE_MAX - SUMS)); }
-      const float M = load_float(base + MAXIMUM + head * 4);
-      if (SPLITS == 1) {
-        if (lane < HEADS) store_float2(base + FINAL + (parity * HEADS + head) * 16, weight_of(M, L, sink, c1), __int_as_float(position));
-        arrive(base + FINAL_FULL + 8 * parity);
-        if (lane < HEADS) write_statistics(p, token_of(p, item), first_head(p, item) + head, M, L, T);
-      } else if (lane < HEADS) {
-#pragma unroll
-        for (int r = 0; r < SPLITS; r++) send4(remote(base + FINAL + (rank * HEADS + head) * 16, r), M, L, T, 0.f, remote(base + FINAL_FULL, r));
-      }
-    }
+    for (int r = 0; r < SPLITS; r++) send4(remote(base + FINAL + (rank * HEADS + lane) * 16, r), x.maximum, x.sum, x.top, 0.f, remote(base + FINAL_FULL, r));
+#endif
   }
-  // `raw` and `position` are those of the CTA's first token, whose lengths `cursor` has asked for.
-  DI void run(int rank, int step, Cursor cursor, uint32_t (&raw)[HEAD_TILES][8], int position) {
-    int item = blockIdx.x / SPLITS, next_position = 0, parity = 0, item_parity = 0;
-    uint32_t round = 1;          // parity of the weights' round that must be over
-    cursor.begin(p, item, rank, step);
-    Ring ring = {0, 0};
-    q.at = base + QUERY + lane * 16;
-    bool first = true;
-    while (true) {
-      const Work work = cursor.next(p, rank, step);
-      wait(base + WEIGHTS_EMPTY + 8 * parity, round);
-      if (!work.exists()) break;
-      if (first) {
-        finish_query(raw, p, base, position, warp, lane);
-        next_position = position_ahead(p, item + step);
-        meet<1>();
-        q.load();
-#pragma unroll
-        for (int n = 0; n < HEAD_TILES; n++)
-#pragma unroll
-          for (int e = 0; e < 2; e++) { m[n][e] = -INF; l[n][e] = 0.f; top[n][e] = -INF; }
-      }
-      const bool active = warp < work.blocks();
-      const bool grew = active && score(work, ring, parity);
-      float sum[HEAD_TILES][2];
-      bool moves = true;
-      if (!first) {
-        weigh(active, parity, sum);
-        moves = meet_or<1>(grew);
-      }
-      if (moves) move(active, parity, sum);
-      if (warp == 0 && lane == 0) {
-        store_shared4(base + TILE + 4 * parity, work.bits | (moves ? 1024 : 0));
-        arrive(base + WEIGHTS_FULL + 8 * parity);
-      }
-#pragma unroll
-      for (int n = 0; n < HEAD_TILES; n++) { l[n][0] += sum[n][0]; l[n][1] += sum[n][1]; }
-      first = work.last();
-      if (first) {
-        load_query(raw, p, item + step, warp, g, t);
-        finish(item, position, item_parity, rank);
-        item += step; item_parity ^= 1; position = next_position;
-        if (SPLITS == 1 && p.block_mul) sink = sink_of(p, first_head(p, item) + lane);
-      }
-      ring = ring.ahead(work.blocks());
-      round ^= parity; parity ^= 1;
+  // A tile: scores, weights, and word to the value role.
+  DI void tile(Work work, bool first, Ring ring, int parity) {
+    const bool active = warp < work.blocks();
+    const bool grew = active && score(work, ring, parity);
+    float sum[HEAD_TILES][2];
+    bool moves = true;
+    if (!first) {
+      weigh(active, parity, sum);
+      moves = meet_or<1>(grew);
     }
+    if (moves) move(active, parity, sum);
+    if (warp == 0 && lane == 0) {
+      store_shared4(base + TILE + 4 * parity, work.bits | (moves ? 1024 : 0));
+      arrive(base + WEIGHTS_FULL + 8 * parity);
+    }
+#pragma unroll
+    for (int n = 0; n < HEAD_TILES; n++) { l[n][0] += sum[n][0]; l[n][1] += sum[n][1]; }
+  }
+  // `raw` is the query of the CTA's first token, whose lengths and position are under way.
+  DI void run(int rank, int step, uint32_t (&raw)[HEAD_TILES][8]) {
+    int item = blockIdx.x / SPLITS, parity = 0;
+    uint32_t round = 1;          // parity of the weights' round that must be over
+    Ring ring = {0, 0};
+    Cursor cursor;
+    Angles angles;
+    q.at = base + QUERY + lane * 16;
+    if (warp == 0) copies_wait();
+    meet<1>();
+    angles.ask(p, position_of(p, base, 0), warp, lane);
+    for (int n = 0; token_of(p, item) < p.tokens; n++, item += step) {
+      const uint2 lengths = load_shared8(base + LENGTHS + (n & 1) * 8);
+      cursor.enter(p, item, rank, p.a.lengths ? lengths.x : p.a.width, p.b.lengths ? lengths.y : p.b.width);
+      finish_query(raw, p, base, angles, warp, lane);
+      meet<1>();
+      if (warp == 0) ask_ahead(p, base, lane, item + step, n + 1);
+      if (warp == 1 && SPLITS == 1) ask_sinks(p, base, lane, item, n);
+      q.load();
+#pragma unroll
+      for (int i = 0; i < HEAD_TILES; i++)
+#pragma unroll
+        for (int e = 0; e < 2; e++) { m[i][e] = -INF; l[i][e] = 0.f; top[i][e] = -INF; }
+      Work work;
+      bool first = true;
+      do {
+        work = cursor.take();
+        wait(base + WEIGHTS_EMPTY + 8 * parity, round);
+        tile(work, first, ring, parity);
+        first = false;
+        ring = ring.ahead(work.blocks());
+        round ^= parity; parity ^= 1;
+      } while (!work.last());
+      copies_wait();           // what this warp asked for; before other loads, which it would wait for too
+      load_query(raw, p, item + step, warp, g, t);
+      finish(n, rank);
+      if (SPLITS == 1) angles.ask(p, position_of(p, base, n + 1), warp, lane);
+    }
+    wait(base + WEIGHTS_EMPTY + 8 * parity, round);
     if (warp == 0 && lane == 0) {
       store_shared4(base + TILE + 4 * parity, 0);
       arrive(base + WEIGHTS_FULL + 8 * parity);

@@ -76,6 +76,7 @@ struct Values {
       for (int n = 0; n < HEAD_TILES; n++) load_matrices2(b[n], weights + n * 8 * WEIGHT_PITCH);
       if (A_KIND == B_KIND || i < window) add_values<A_KIND>(acc, b, block + a_row, (A_KIND == KIND_NVFP4 ? block + Record<KIND_NVFP4>::TABLE : table) + a_scale, warp, g);
       else add_values<B_KIND>(acc, b, block + b_row, (B_KIND == KIND_NVFP4 ? block + Record<KIND_NVFP4>::TABLE : table) + b_scale, warp, g);
+      fence_async();           // the reads come before the copy that overwrites the block
       __syncwarp();
       if (WARP == 32 || lane == 0) arrive(empty);
       weights += 32; table += 512; block += BLOCK_BYTES; empty += 8;
@@ -87,23 +88,25 @@ struct Values {
     for (int i = 0; i < 4; i++) { v[2 * i] = e ? acc[i][n][1] : acc[i][n][0]; v[2 * i + 1] = e ? acc[i][n][3] : acc[i][n][2]; }
   }
 #if SPLITS == 1
-  DI void finish(int item, int parity, uint32_t round, uint32_t weights_empty) {
-    int position = 0;
+  // The CTA's token number k.
+  DI void finish(int item, int k, uint32_t weights_empty) {
+    const uint32_t end = base + (k & 1) * END_BYTES;
+    const int token = token_of(p, item), head0 = first_head(p, item);
     float weight[HEAD_TILES][2];
-    wait(base + FINAL_FULL + 8 * parity, round);
+    wait(base + FINAL_FULL + 8 * (k & 1), (k >> 1) & 1);
 #pragma unroll
     for (int n = 0; n < HEAD_TILES; n++)
 #pragma unroll
       for (int e = 0; e < 2; e++) {
-        const float2 x = load_float2(base + FINAL + (parity * HEADS + 8 * n + 2 * t + e) * 16);
-        weight[n][e] = x.x;
-        position = __float_as_int(x.y);
+        const int local = 8 * n + 2 * t + e, head = head0 + local;
+        const EndOfToken x = end_of_token(end, local);
+        weight[n][e] = weight_of(x.maximum, x.sum, p.sink && head < p.heads ? load_float(end + SINKS + local * 4) : -INF, c1);
+        if (warp == 0 && g == 0) write_statistics(p, token, head, x.maximum, x.sum, x.top);
       }
+    const float* table = p.unrotate_output ? rope_row(p, position_of(p, base, k)) : nullptr;
     __syncwarp();
     if (WARP == 32 || lane == 0) arrive(weights_empty);
-    const float* table = p.unrotate_output ? rope_row(p, position) : nullptr;
-    const int token = token_of(p, item);
-    int even = first_head(p, item) + 2 * t;
+    int even = head0 + 2 * t;
     asm volatile("" : "+r"(even));   // addresses are found here, not kept in registers from token to token
 #pragma unroll
     for (int n = 0; n < HEAD_TILES; n++)
@@ -117,7 +120,7 @@ struct Values {
 #else
   // Sends the sums to those who write them; adds what this CTA was sent, a unit a warp, and writes it.
   DI void finish(int item, int rank) {
-    const float* table = p.unrotate_output ? rope_row(p, position_ahead(p, item)) : nullptr;
+    const float* table = p.unrotate_output ? rope_row(p, position_of(p, base, 0)) : nullptr;   // the CTA's only token
     __syncwarp();
     cluster_wait();                          // the others have started
     if (!OWN_SPACE) { cluster_arrive(); cluster_wait(); }   // no CTA uses its ring any more
@@ -157,8 +160,8 @@ struct Values {
   }
 #endif
   DI void run(int rank, int step) {
-    int item = blockIdx.x / SPLITS, parity = 0, item_parity = 0;
-    uint32_t round = 0, item_round = 0;
+    int item = blockIdx.x / SPLITS, parity = 0, k = 0;
+    uint32_t round = 0;
     Ring ring = {0, 0};
     bool first = true;
     while (true) {
@@ -189,12 +192,11 @@ struct Values {
         if (WARP == 32 || lane == 0) arrive(weights_empty);
       } else {
 #if SPLITS == 1
-        finish(item, item_parity, item_round, weights_empty);
+        finish(item, k, weights_empty);
 #else
         finish(item, rank);
 #endif
-        item += step;
-        item_round ^= item_parity; item_parity ^= 1;
+        item += step; k++;
       }
       ring = ring.ahead(work.blocks());
       round ^= parity; parity ^= 1;

@@ -41,6 +41,10 @@ DI uint32_t pack_e4m3(float lo, float hi) { uint16_t r; asm("cvt.rn.satfinite.e4
 DI uint32_t remote(uint32_t a, int rank) { uint32_t d; asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(rank)); return d; }
 // Stores seen by now, of other threads too, come before what bulk copies and tensor cores do next.
 DI void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+// What launches before this one wrote is there, and what they read may be overwritten. Without overlap that is so at once.
+DI void wait_for_launch_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+// The next launch may begin; it waits for this one as above.
+DI void let_next_launch_begin() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 DI void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
 DI void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 // bf16 pair -> f16 pair, saturated to the largest finite f16; NaN stays.
