@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from sparse_mla.cache.paged import PagedCache
 from sparse_mla.cache.records import INDEX_FP8, INDEX_MXFP4, INDEX_RECORDS, RecordFormat
 from sparse_mla.kernels.index_contract import (
     CompressCall,
@@ -157,7 +158,7 @@ def empty_out(call: IndexTopkCall, candidates: int | None = None) -> IndexTopkOu
 @RECORDS
 @pytest.mark.parametrize(("share", "portable"), [(1, False), (100, False), (100, True)])
 @pytest.mark.parametrize(
-    ("heads", "page_rows", "block_size"), [(32, 64, 8), (8, 24, 5), (128, 1, 7)]
+    ("heads", "page_rows", "block_size"), [(32, 64, 8), (32, 192, 8), (8, 24, 5), (128, 1, 7)]
 )
 def test_exact_scores_give_the_lists_of_pytorch(
     record: RecordFormat,
@@ -189,6 +190,74 @@ def test_exact_scores_give_the_lists_of_pytorch(
         results[device] = [out.positions.cpu(), out.candidates.cpu(), lists.positions.cpu()]
     for got, wanted in zip(results["cuda"], results["cpu"], strict=True):
         assert torch.equal(got, wanted)
+
+
+def scores_of(
+    call: IndexTopkCall, monkeypatch: pytest.MonkeyPatch, tiles: int, programs: int
+) -> list[Tensor]:
+    """Each row's scores and the best of its groups, by programs of so many tiles, if there are enough."""
+    kept: list[Tensor] = []
+
+    def keep(call: IndexTopkCall, out: IndexTopkOut, scratch: body._Scratch, *rest: int) -> None:
+        for row, seen in enumerate(call.visible.tolist()):
+            if seen > call.topk:
+                kept.append(scratch.scores[row, : -(-seen // 64) * 64].clone())
+                kept.append(scratch.maxima[row, : -(-seen // 64) * 4].clone())
+
+    with monkeypatch.context() as patch:
+        patch.setattr(body, "_select", keep)
+        patch.setattr(body, "HOPPER_MAX_TILES", tiles)
+        patch.setattr(body, "HOPPER_PROGRAMS_PER_SM", programs)
+        body.index_topk(call, empty_out(call))
+    return kept
+
+
+def all_equal(got: list[Tensor], wanted: list[Tensor]) -> bool:
+    return len(got) == len(wanted) and all(map(torch.equal, got, wanted))
+
+
+@RECORDS
+@pytest.mark.parametrize("page_rows", [64, 128, 192, 48])
+@pytest.mark.parametrize("odd", ["nothing", "pages", "scales"])
+def test_tiles_looked_up_at_once_or_by_key_score_the_same(
+    record: RecordFormat, page_rows: int, odd: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Equal bits: even and odd numbers of tiles, cut ones, one alone, missing pages, f16 too narrow."""
+    contexts = [131072, 131009, 70001, 8 * 64 + 1, 9 * 64, 9 * 64 + 63, 41 * 64 + 5, 1]
+    sizes = IndexSizes(record, **{**MODEL, "page_rows": page_rows})
+    call = make_large_call(contexts, sizes, device="cuda")
+    if odd == "pages":
+        call.block_table[0, 100::301] = -1
+        call.block_table[1, 5] = call.keys.num_pages
+        call.block_table[3, 0] = -1
+        call.block_table[5, 576 // page_rows] = -1
+    elif odd == "scales":
+        call.keys.scale_view()[1::7, 3] += 60
+    by_key = scores_of(call, monkeypatch, 64, 1)  # more tiles a program than are looked up at once
+    for tiles in (1, 2, 3, 7, 32):
+        assert all_equal(scores_of(call, monkeypatch, tiles, 1), by_key)
+    absent = [bool((bits == -(2**31)).any()) for bits in by_key]
+    assert odd != "pages" or (absent[0] and absent[2] and absent[6])
+
+
+@RECORDS
+@pytest.mark.parametrize("unit", [16, 4])
+def test_pages_gigabytes_apart(
+    record: RecordFormat, unit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Places past 2**32 bytes; of units of 4 bytes also past 2**32 units."""
+    rows, count = 1024, 6
+    step = (4 << 30) + 16 if unit == 16 else (4 << 30) + 4
+    if torch.cuda.mem_get_info()[0] < (count + 1) * step:
+        pytest.skip("needs 28 GB")
+    sizes = IndexSizes(record, **{**MODEL, "page_rows": rows})
+    call = make_large_call([count * rows - 70], sizes, device="cuda")
+    wide = torch.empty(count * step, dtype=torch.uint8, device="cuda")
+    pages = wide.as_strided((count, rows * record.row_bytes), (step, 1))
+    pages.copy_(call.keys.pages)
+    apart = dataclasses.replace(call, keys=PagedCache(pages, record, rows))
+    wanted = scores_of(call, monkeypatch, 32, 1)
+    assert all_equal(scores_of(apart, monkeypatch, 32, 1), wanted)
 
 
 @PORTABLE

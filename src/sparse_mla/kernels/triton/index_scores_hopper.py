@@ -1,13 +1,13 @@
 """Index scores on Hopper: the row kernel of `index_scores`, with every layout chosen by hand.
 
-The keys of a tile go from global memory to the registers in which the warpgroup matrix instruction
-reads them, and are widened there: no key passes through shared memory and no warp waits for another.
-That is possible because a product does not care in which order its 128 dims are added, as long as both
-sides use the same one: `_dim_of` says which dim the instruction's column holds.
+No key passes through shared memory (see `index_widen_hopper`) and no warp waits for another. MXFP4 keys
+are multiplied as f16 first. A program that meets a scale or weight for which f16 is too narrow scores its
+tiles once more, as bf16. Both give the same bits.
 
-MXFP4 keys and queries are multiplied as f16 first, which takes fewer instructions than bf16 but holds
-fewer block scales. A program that meets another scale scores its tiles once more, as bf16. Both are
-exact, and no value but zero is a subnormal of either, so both give the same bits.
+Where a tile never crosses a page, every lane of a warp looks one page up for one of the program's tiles,
+once. If all are there, the tiles that the row sees whole take a loop without masks and divisions, in
+which a tile's place is one lane's number. All other tiles, pages of any size and candidates take a loop
+that looks up a page for every key.
 
 Written in Gluon, Triton's language with explicit layouts. Same numbers, same scores in the same order
 as `index_scores`, heads added in another grouping.
@@ -15,103 +15,44 @@ as `index_scores`, heads added in another grouping.
 
 from __future__ import annotations
 
-import functools
-from dataclasses import dataclass
-from typing import Any
-
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 
-from sparse_mla.cache.records import RecordFormat
+from sparse_mla.kernels.triton.index_lanes_hopper import (
+    everywhere,
+    from_lane,
+    is_upper,
+    lane_number,
+    own_of,
+    quad_sum,
+    thread_numbers,
+    warp_max,
+)
+from sparse_mla.kernels.triton.index_widen_hopper import (
+    KEY_LEAST,
+    KEY_MOST,
+    KEYS,
+    WARPS,
+    any_of,
+    as_e4m3,
+    as_factors,
+    both_keys,
+    layouts,
+    load_queries,
+    widen,
+)
+
+__all__ = ["KEYS", "WARPS", "hopper_scores_kernel", "layouts"]
 
 ABSENT = gl.constexpr(-(2**31))
-WARPS = 4
-KEYS = 64
-"""Keys of a tile: rows of one warpgroup matrix instruction."""
-QUERY_LEAST, QUERY_MOST = gl.constexpr(114), gl.constexpr(140)
-KEY_LEAST, KEY_MOST = gl.constexpr(115), gl.constexpr(137)
-"""MXFP4 scale bytes with which every value but zero is a normal f16; of keys, half of every value."""
 WEIGHT_MOST = gl.constexpr(2.0**80)
 """With weights below it no score made of such values is infinite or NaN."""
-BYTES_1_3 = gl.constexpr(0x01000100)
-TWO_LEAST = gl.constexpr(0x20002000)
-"""Of `KEY_LEAST`, twice: the f16 that makes half a value of an e4m3 code, 2**(115 - 127 + 5)."""
-ABSENT_SCALES = gl.constexpr(0x7F7F7F7F)
-
-# A word of four e4m3 codes -> four f16 values by the GPU's own conversion, exact; NaN codes stay NaN.
-_WIDEN_E4M3 = gl.constexpr("""
-{
-.reg .b16 lo, hi;
-.reg .b32 a, b;
-mov.b32 {lo, hi}, $4;
-cvt.rn.f16x2.e4m3x2 a, lo;
-cvt.rn.f16x2.e4m3x2 b, hi;
-mov.b32 {$0, $1}, a;
-mov.b32 {$2, $3}, b;
-}""")
-
-# A word of eight e2m1 codes and an f16 factor, twice in a word -> four registers of two f16 values:
-# codes 0 and 2, 1 and 3, 4 and 6, 5 and 7. As bits of e4m3 a code is worth value * 2**-6, exactly. In
-# the low nibbles, adding 24 = 0b11000 to a code's four bits moves the sign from bit 3 to bit 5.
-_WIDEN_E2M1 = gl.constexpr("""
-{
-.reg .b16 l0, l1, h0, h1;
-.reg .b32 low, high, m0, m1, m2, m3;
-and.b32 low, $8, 0x0F0F0F0F;
-mad.lo.u32 low, low, 4, 0x60606060;
-and.b32 low, low, 0x9C9C9C9C;
-shr.u32 high, $8, 2;
-and.b32 high, high, 0x1C1C1C1C;
-lop3.b32 high, $8, 0x80808080, high, 0xEA;
-mov.b32 {l0, l1}, low;
-mov.b32 {h0, h1}, high;
-cvt.rn.f16x2.e4m3x2 m0, l0;
-cvt.rn.f16x2.e4m3x2 m1, h0;
-cvt.rn.f16x2.e4m3x2 m2, l1;
-cvt.rn.f16x2.e4m3x2 m3, h1;
-mul.f16x2 m0, m0, $9;
-mul.f16x2 m1, m1, $9;
-mul.f16x2 m2, m2, $9;
-mul.f16x2 m3, m3, $9;
-mov.b32 {$0, $1}, m0;
-mov.b32 {$2, $3}, m1;
-mov.b32 {$4, $5}, m2;
-mov.b32 {$6, $7}, m3;
-}""")
-
-
-@dataclass(frozen=True)
-class Layouts:
-    """Where the parts of a tile lie, as compile-time constants of the kernel."""
-
-    words: Any  # int32 [KEYS, words of a row]: 16 bytes of a row in a thread, four threads side by side
-    product: Any  # float32 [KEYS, HEADS]
-    keys: Any  # f16 or bf16 [KEYS, 128], the product's left operand
-    queries: Any  # the right operand while it is loaded
-    shared: Any  # and where the instruction reads it
-
-
-@functools.cache
-def layouts(record: RecordFormat, heads: int) -> Layouts:
-    """The layouts for a record and a number of heads (a power of two, 16 or more)."""
-    words = record.data_bytes // 4
-    far = [[0, 16]] if words == 32 else []
-    product = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, heads, 16])
-    return Layouts(
-        words=gl.DistributedLinearLayout(
-            reg_bases=[[0, 1], [0, 2], *far, [8, 0]],
-            lane_bases=[[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]],
-            warp_bases=[[16, 0], [32, 0]],
-            block_bases=[],
-            shape=[KEYS, words],
-        ),
-        product=product,
-        keys=gl.DotOperandLayout(operand_index=0, parent=product, k_width=2),
-        queries=gl.BlockedLayout([1, 8], [2, 16], [WARPS, 1], [1, 0]),
-        shared=gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2),
-    )
+LOOKED_UP = gl.constexpr(32)
+"""Most tiles of a program whose pages are looked up at once: lanes of a warp."""
+ABSENT_SCALE = gl.constexpr(0x7F)
+"""Of an MXFP4 key that is not there: f16 holds it, so that no program scores again for it."""
 
 
 @gluon.jit
@@ -148,157 +89,6 @@ def _no_later(tile):
 
 
 @gluon.jit
-def _dim_of(column, RECORD: gl.constexpr):
-    """The dim that a column of the product holds, from the order in which `_widen` leaves them."""
-    if RECORD.value_bits == 8:
-        inside = (column & 65) | ((column & 56) >> 2)
-        return inside | ((column & 6) << 3)
-    else:  # noqa: RET505 (a branch at compile time)
-        inside = ((column & 8) >> 3) | ((column & 1) << 1) | ((column & 16) >> 2)
-        return inside | ((column & 96) >> 2) | ((column & 6) << 4)
-
-
-@gluon.jit
-def _scale_of(byte):
-    """int32 UE8M0 bytes -> float32."""
-    return gl.where(byte == 0, 0x00400000, byte << 23).to(gl.float32, bitcast=True)
-
-
-@gluon.jit
-def _any(flags):
-    """Whether one of a tensor's flags is set."""
-    flags = flags.to(gl.int32)
-    return gl.max(gl.reshape(flags, [flags.numel]), 0) > 0
-
-
-@gluon.jit
-def _load_queries(
-    codes, scales, pair, here, RECORD: tl.constexpr, EXACT: tl.constexpr, LAYOUT: gl.constexpr
-):
-    """([HEADS, 128] with columns as in the product, zero for absent heads; whether f16 is too narrow).
-
-    bf16 for MXFP4 if `EXACT`, else f16.
-    """
-    column = gl.arange(0, 128, layout=gl.SliceLayout(0, LAYOUT))
-    dim = _dim_of(column, RECORD)[None, :]
-    if RECORD.value_bits == 8:
-        byte = gl.load(codes + pair[:, None] * RECORD.data_bytes + dim, mask=here[:, None], other=0)
-        return byte.to(gl.float8e4nv, bitcast=True).to(gl.float16), False
-    else:  # noqa: RET505 (a branch at compile time)
-        at = codes + pair[:, None] * RECORD.data_bytes + dim // 2
-        nibble = gl.load(at, mask=here[:, None], other=0).to(gl.uint32) >> ((dim & 1) * 4).to(
-            gl.uint32
-        )
-        block = scales + pair[:, None] * RECORD.scale_bytes + dim // RECORD.scale_block
-        byte = gl.load(block, mask=here[:, None], other=QUERY_LEAST).to(gl.int32)
-        magnitude = ((nibble & 7) << 22).to(gl.float32, bitcast=True) * 8.507059173023462e37
-        signed = (magnitude.to(gl.uint32, bitcast=True) | ((nibble & 8) << 28)).to(
-            gl.float32, bitcast=True
-        )
-        values = signed * _scale_of(byte)
-        if EXACT:
-            return values.to(gl.bfloat16), False
-        else:  # noqa: RET505
-            return values.to(gl.float16), _any((byte < QUERY_LEAST) | (byte > QUERY_MOST))
-
-
-@gluon.jit
-def _scale_bytes(scales, words):
-    """int32 [KEYS] scale words -> uint32 like `words`, a word's scale byte in its bytes 1 and 3."""
-    COUNT: gl.constexpr = words.shape[1]
-    word = gl.arange(0, COUNT, layout=gl.SliceLayout(0, words.type.layout))
-    return gl.inline_asm_elementwise(
-        "prmt.b32 $0, $1, 0, $2;",
-        "=r,r,r",
-        [scales[:, None], (word // (COUNT // 4) * 0x1010 + 0x0404)[None, :]],
-        dtype=gl.uint32,
-        is_pure=True,
-        pack=1,
-    )
-
-
-@gluon.jit
-def _above_least(scales, words):
-    """uint32 like `words`, in units of `BYTES_1_3`: its scale less `KEY_LEAST`; negative ones wrap."""
-    return _scale_bytes(scales, words) - KEY_LEAST * BYTES_1_3
-
-
-@gluon.jit
-def _highest(scales, words):
-    """uint32 [KEYS, 4]: `_above_least` of a row's blocks."""
-    above = _above_least(scales, words)
-    return gl.max(gl.reshape(above, [words.shape[0], 4, words.shape[1] // 4]), 2)
-
-
-@gluon.jit
-def _widen_e2m1(words, factors):
-    """int32 words of eight codes, f16 factors twice in a word -> eight f16 tensors of their shape."""
-    return gl.inline_asm_elementwise(
-        _WIDEN_E2M1,
-        "=h,=h,=h,=h,=h,=h,=h,=h,r,r",
-        [words, factors],
-        dtype=(
-            gl.float16, gl.float16, gl.float16, gl.float16,
-            gl.float16, gl.float16, gl.float16, gl.float16,
-        ),
-        is_pure=True,
-        pack=1,
-    )  # fmt: skip
-
-
-@gluon.jit
-def _times(x, scale):
-    """f16 codes times float32 scales -> bf16, exact."""
-    return (x.to(gl.float32) * scale).to(gl.bfloat16)
-
-
-@gluon.jit
-def _widen(words, scales, EXACT: tl.constexpr, RECORD: tl.constexpr, LAYOUTS: gl.constexpr):
-    """int32 [KEYS, words of a row], int32 [KEYS] -> the product's left operand [KEYS, 128].
-
-    f16 for FP8; for MXFP4 bf16 if `EXACT`, else f16 of half the value.
-    """
-    KEYS: gl.constexpr = words.shape[0]
-    if RECORD.value_bits == 8:
-        x0, x1, x2, x3 = gl.inline_asm_elementwise(
-            _WIDEN_E4M3,
-            "=h,=h,=h,=h,r",
-            [words],
-            dtype=(gl.float16, gl.float16, gl.float16, gl.float16),
-            is_pure=True,
-            pack=1,
-        )
-        values = gl.join(gl.join(x0, x2), gl.join(x1, x3))
-        bits = gl.reshape(values, [KEYS, 2, 2, 2, 2, 2, 2, 2])
-        ordered = gl.permute(bits, [0, 1, 4, 5, 6, 2, 3, 7])
-    else:
-        if EXACT:
-            factor = 0x54005400  # 2**6: the codes
-        else:
-            factor = _above_least(scales, words) * 4 + TWO_LEAST
-        x0, x1, x2, x3, x4, x5, x6, x7 = _widen_e2m1(words, factor)
-        if EXACT:
-            scale = _scale_of((_scale_bytes(scales, words) >> 24).to(gl.int32))
-            x0, x1, x2, x3 = (
-                _times(x0, scale),
-                _times(x1, scale),
-                _times(x2, scale),
-                _times(x3, scale),
-            )
-            x4, x5, x6, x7 = (
-                _times(x4, scale),
-                _times(x5, scale),
-                _times(x6, scale),
-                _times(x7, scale),
-            )
-        low = gl.join(gl.join(x0, x4), gl.join(x2, x6))
-        high = gl.join(gl.join(x1, x5), gl.join(x3, x7))
-        bits = gl.reshape(gl.join(low, high), [KEYS, 2, 2, 2, 2, 2, 2, 2])
-        ordered = gl.permute(bits, [0, 3, 4, 5, 6, 1, 2, 7])
-    return gl.convert_layout(gl.reshape(ordered, [KEYS, 128]), LAYOUTS.keys, assert_trivial=True)
-
-
-@gluon.jit
 def _ordered(total, EXACT: tl.constexpr):
     """float32 scores -> int32 in their order; no NaN comes in unless `EXACT`."""
     if EXACT:
@@ -308,6 +98,61 @@ def _ordered(total, EXACT: tl.constexpr):
     else:  # noqa: RET505 (a branch at compile time)
         bits = (total + 0.0).to(gl.int32, bitcast=True)  # -0.0 becomes 0.0
         return gl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+
+
+@gluon.jit
+def _totals(keys, shared, weight, lane, EXACT: tl.constexpr, LAYOUTS: gl.constexpr):
+    """float32 [KEYS / 2, 4]: each thread's own key, summed over heads."""
+    KEYS: gl.constexpr = keys.shape[0]
+    HEADS: gl.constexpr = shared.shape[0]
+    PRODUCT: gl.constexpr = LAYOUTS.product
+    dots = hopper.warpgroup_mma(
+        keys, shared.permute((1, 0)), gl.zeros([KEYS, HEADS], gl.float32, PRODUCT), use_acc=False
+    )
+    if EXACT:
+        positive = gl.maximum(dots, 0.0)
+    else:  # of the halves; a maximum would take a slot of the busier pipe
+        positive = dots + gl.abs(dots)
+    parts = gl.reshape(positive * weight[None, :], [KEYS // 16, 2, 8, HEADS // 8, 4, 2])
+    parts = gl.permute(parts, [0, 2, 4, 1, 3, 5])
+    parts = gl.sum(gl.reshape(parts, [KEYS // 2, 4, 2, HEADS // 4]), 3)
+    first, second = gl.split(parts)
+    first = gl.convert_layout(first, LAYOUTS.threads, assert_trivial=True)
+    second = gl.convert_layout(second, LAYOUTS.threads, assert_trivial=True)
+    upper = is_upper(lane)
+    return quad_sum(gl.where(upper, second, first), gl.where(upper, first, second))
+
+
+@gluon.jit
+def _score(
+    keys,
+    factors,  # of FP8: float32 as int32
+    found,  # whether the keys exist
+    shared,
+    weight,
+    lane,
+    to_scores,
+    to_maxima,
+    tile,  # counted from that which the pointers are of
+    one,  # see `_on`
+    EXACT: tl.constexpr,
+    RECORD: tl.constexpr,
+    LAYOUTS: gl.constexpr,
+):
+    """Score a tile of keys; store the scores, and the best of each warp's keys, which are a group."""
+    KEYS: gl.constexpr = keys.shape[0]
+    total = _totals(keys, shared, weight, lane, EXACT, LAYOUTS)
+    if RECORD.value_bits == 8:
+        total = total * factors.to(gl.float32, bitcast=True)
+    bits = gl.where(found, _ordered(total, EXACT), ABSENT)
+    gl.store(_on(to_scores, tile, one * (4 * KEYS)), bits)
+    gl.store(_on(to_maxima, tile, one * (KEYS // 4)), warp_max(bits), mask=lane == 0)
+
+
+@gluon.jit
+def _above(most, blocks):
+    """uint32 [KEYS, 4]: the larger of `most` and scale bytes less `KEY_LEAST`; negative ones wrap."""
+    return gl.maximum(most, blocks - KEY_LEAST)
 
 
 @gluon.jit
@@ -356,10 +201,12 @@ def _load_keys(
     page_stride,
     RECORD: tl.constexpr,
     UNIT: tl.constexpr,
-    MISSING: tl.constexpr,  # scale word of no key
-    LAYOUT: tl.constexpr,
+    LAYOUTS: gl.constexpr,
 ):
-    """(int32 words [KEYS, words of a row], int32 scale words [KEYS], whether the key exists)."""
+    """(int32 words [KEYS, words of a row], scales, whether the key exists); no key has zeros and 1.
+
+    Scales: float32 [KEYS] as int32 for FP8, bytes as uint32 [KEYS, 4] for MXFP4.
+    """
     page = page.to(gl.uint32, bitcast=True)
     row = row.to(gl.uint32, bitcast=True)
     found = page < num_pages.to(gl.uint32)  # -1 is the largest; what is not found is not loaded
@@ -367,10 +214,98 @@ def _load_keys(
     data = base + row * RECORD.data_bytes
     scale_at = base + (page_rows * RECORD.data_bytes).to(gl.uint32) + row * RECORD.scale_bytes
     as_words = gl.pointer_type(gl.int32)
-    word = gl.arange(0, RECORD.data_bytes // 4, layout=gl.SliceLayout(0, LAYOUT))[None, :]
+    word = gl.arange(0, RECORD.data_bytes // 4, layout=gl.SliceLayout(0, LAYOUTS.words))[None, :]
     rows = (pages + data).to(as_words)
     words = gl.load(rows[:, None] + word, mask=found[:, None], other=0)
-    return words, gl.load((pages + scale_at).to(as_words), mask=found, other=MISSING), found
+    if RECORD.value_bits == 8:
+        return words, gl.load((pages + scale_at).to(as_words), mask=found, other=0), found
+    else:  # noqa: RET505 (a branch at compile time)
+        LAYOUT: gl.constexpr = gl.SliceLayout(1, LAYOUTS.blocks)
+        block = gl.arange(0, 4, layout=gl.SliceLayout(0, LAYOUTS.blocks))[None, :]
+        at = gl.convert_layout(pages + scale_at, LAYOUT, assert_trivial=True)[:, None] + block
+        here = gl.convert_layout(found, LAYOUT, assert_trivial=True)[:, None]
+        return words, gl.load(at, mask=here, other=ABSENT_SCALE).to(gl.uint32), found
+
+
+@gluon.jit
+def _byte(value):
+    """uint8 -> uint32, where it is loaded."""
+    return gl.inline_asm_elementwise(
+        "cvt.u32.u16 $0, $1;", "=r,h", [value.to(gl.uint16)], dtype=gl.uint32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def _on(pointers, count, size):
+    """Pointers `count * size` bytes on, both uint32.
+
+    One instruction, if the compiler knows no value of `size`; two of the busier pipe for a power of two.
+    """
+    on = gl.inline_asm_elementwise(
+        "mul.wide.u32 $0, $1, $2;", "=l,r,r", [count, size], dtype=gl.int64, is_pure=True, pack=1
+    )
+    return (pointers.to(gl.int64) + on).to(pointers.dtype)
+
+
+@gluon.jit
+def _load_words(
+    data,  # uint8 pointers [KEYS / 2, 4] to a thread's first bytes of a tile that begins the cache
+    before,  # what lies before this tile, in units
+    one,  # see `_on`
+    RECORD: tl.constexpr,
+    UNIT: tl.constexpr,
+    LAYOUTS: gl.constexpr,
+):
+    """int32 words [KEYS, words of a row] of a tile that lies in one page."""
+    PIECES: gl.constexpr = LAYOUTS.pieces
+    HALF: gl.constexpr = PIECES.shape[0]
+    SECOND: gl.constexpr = 8 * RECORD.data_bytes // 4
+    word = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, PIECES)))[None, None, :]
+    at = gl.multiple_of(_on(data, before, one * UNIT).to(gl.pointer_type(gl.int32)), [UNIT, UNIT])
+    at = at[:, :, None] + word
+    first = gl.reshape(gl.load(at), [HALF, 16])
+    second = gl.reshape(gl.load(at + SECOND), [HALF, 16])
+    if RECORD.value_bits == 8:
+        far = gl.reshape(gl.load(at + 16), [HALF, 16])
+        first = gl.reshape(gl.permute(gl.join(first, far), [0, 2, 1]), [HALF, 32])
+        far = gl.reshape(gl.load(at + SECOND + 16), [HALF, 16])
+        second = gl.reshape(gl.permute(gl.join(second, far), [0, 2, 1]), [HALF, 32])
+    return gl.convert_layout(both_keys(first, second), LAYOUTS.words, assert_trivial=True)
+
+
+@gluon.jit
+def _load_scales(
+    scale,  # uint8 pointers [KEYS / 2, 4] to a thread's scale of a tile that begins the cache
+    before,
+    one,
+    RECORD: tl.constexpr,
+    UNIT: tl.constexpr,
+    LAYOUTS: gl.constexpr,
+):
+    """The scales of such a tile: float32 [KEYS / 2, 4] as int32, bytes as uint32 [KEYS, 4] for MXFP4."""
+    at = _on(scale, before, one * UNIT)
+    if RECORD.value_bits == 8:
+        return gl.load(at.to(gl.pointer_type(gl.int32)))
+    else:  # noqa: RET505 (a branch at compile time)
+        first, second = _byte(gl.load(at)), _byte(gl.load(at + 8 * RECORD.scale_bytes))
+        return gl.convert_layout(both_keys(first, second), LAYOUTS.blocks, assert_trivial=True)
+
+
+@gluon.jit
+def _load_tile(
+    data, scale, to_data, to_scale, tile, one, RECORD: tl.constexpr, UNIT: tl.constexpr,
+    LAYOUTS: gl.constexpr,
+):  # fmt: skip
+    """Words and scales of a tile, counted from the program's first, whose place a lane knows."""
+    words = _load_words(data, from_lane(to_data, tile), one, RECORD, UNIT, LAYOUTS)
+    return words, _load_scales(scale, from_lane(to_scale, tile), one, RECORD, UNIT, LAYOUTS)
+
+
+@gluon.jit
+def _widen_tile(words, factors, most, RECORD: tl.constexpr, LAYOUTS: gl.constexpr):
+    """(keys of MXFP4 as f16, `most` of them too)"""
+    keys = widen(as_e4m3(words, RECORD), as_factors(factors), False, RECORD, LAYOUTS)
+    return keys, _above(most, factors)
 
 
 _SIZES = [
@@ -424,15 +359,11 @@ def hopper_scores_kernel(
     FILTER: tl.constexpr,  # score the keys of the row's candidate blocks only, in list order
     LAYOUTS: tl.constexpr,  # Layouts
 ):
-    """One row, some tiles of its keys; pages are looked up two tiles ahead and rows loaded one ahead."""
+    """One row, some tiles of its keys."""
+    gl.static_assert(GROUP == 16)  # keys of a warp
     FP8: gl.constexpr = RECORD.value_bits == 8
-    MISSING: gl.constexpr = 0 if FP8 else ABSENT_SCALES
-    WORDS: gl.constexpr = LAYOUTS.words
-    PRODUCT: gl.constexpr = LAYOUTS.product
+    LANES: gl.constexpr = gl.SliceLayout(1, LAYOUTS.words)
     QUERIES: gl.constexpr = LAYOUTS.queries
-    SHARED: gl.constexpr = LAYOUTS.shared
-    LANES: gl.constexpr = gl.SliceLayout(1, WORDS)
-    OWN: gl.constexpr = gl.SliceLayout(1, PRODUCT)
     again = True
     for ATTEMPT in gl.static_range(0, 1 if FP8 else 2):
         if again:
@@ -455,70 +386,147 @@ def hopper_scores_kernel(
             table_row = table + request.to(gl.int64) * table_stride
             chosen = candidates + row * candidates_stride
             if begin < end:
+                whole = begin  # tile at which those that the row sees whole end
+                if not FILTER and (FP8 or not EXACT):
+                    whole = gl.minimum(end, seen // KEYS)
+                    page_units = page_rows.to(gl.int64) * (RECORD.data_bytes // UNIT)
+                    simple = (begin < whole) & (tiles_per_program <= LOOKED_UP)
+                    simple = simple & (page_rows % KEYS == 0)
+                    simple = simple & (num_pages * page_stride + page_units < 2**32)
+                    own_tile = lane_number()
+                    column = gl.minimum(begin + own_tile, end - 1) * KEYS
+                    entry = _quotient(column, page_magic, page_shift)
+                    before = (column - entry * page_rows).to(gl.uint32)
+                    page = gl.load(
+                        table_row + entry, mask=simple & (entry < table_columns), other=-1
+                    )
+                    page = page.to(gl.uint32, bitcast=True)
                 ELEMENT: gl.constexpr = gl.bfloat16 if EXACT and not FP8 else gl.float16
                 head = gl.arange(0, HEADS, layout=gl.SliceLayout(1, QUERIES))
-                queries, narrow = _load_queries(
+                queries, narrow = load_queries(
                     codes, scales, row * num_heads + head, head < num_heads, RECORD, EXACT, QUERIES
                 )
-                shared = gl.allocate_shared_memory(ELEMENT, [HEADS, 128], SHARED, queries)
+                shared = gl.allocate_shared_memory(ELEMENT, [HEADS, 128], LAYOUTS.shared, queries)
                 hopper.fence_async_shared()
-                tl.debug_barrier()  # here, or the compiler puts one into the loop
-                head = gl.arange(0, HEADS, layout=gl.SliceLayout(0, PRODUCT))
+                tl.debug_barrier()  # here, or the compiler puts one into the loops
+                head = gl.arange(0, HEADS, layout=gl.SliceLayout(0, LAYOUTS.product))
                 weight = gl.load(weights + row * num_heads + head, mask=head < num_heads, other=0.0)
-                place, inside = _place(
-                    begin, end, chosen, num_candidates, block_size, block_magic, block_shift, seen,
-                    table_row, table_columns, page_rows, page_magic, page_shift, KEYS, FILTER,
-                    LANES,
-                )  # fmt: skip
-                words, factors, found = _load_keys(
-                    pages, place, inside, num_pages, page_rows, page_stride, RECORD, UNIT, MISSING,
-                    WORDS,
-                )  # fmt: skip
-                place, inside = _place(
-                    begin + 1, end, chosen, num_candidates, block_size, block_magic, block_shift,
-                    seen, table_row, table_columns, page_rows, page_magic, page_shift, KEYS, FILTER,
-                    LANES,
-                )  # fmt: skip
-                column = gl.arange(0, KEYS, layout=OWN)
-                to_scores = scores + local.to(gl.int64) * scores_stride
-                to_maxima = maxima + local.to(gl.int64) * maxima_stride
-                if not EXACT:
-                    most = _highest(factors, words)
-                for tile in range(begin, end):
-                    next_words, next_factors, next_found = _load_keys(
-                        pages, place, inside, num_pages, page_rows, page_stride, RECORD, UNIT,
-                        MISSING, WORDS,
-                    )  # fmt: skip
-                    _no_later(tile)
+                lane, warp = thread_numbers(LAYOUTS)
+                first_key = warp * 16 + lane // 4
+                own_key = first_key + (lane & 2) * 4
+                groups = begin * (KEYS // GROUP) + warp
+                to_scores = scores + local.to(gl.int64) * scores_stride + begin * KEYS + own_key
+                to_maxima = maxima + local.to(gl.int64) * maxima_stride + groups
+                most = gl.full([KEYS, 4], 0, gl.uint32, LAYOUTS.blocks)
+                done = begin
+                if not FILTER and (FP8 or not EXACT):
+                    if everywhere((page < num_pages.to(gl.uint32)).to(gl.int32)) != 0:
+                        done = whole  # scored in this branch
+                        one = gl.minimum(page_rows, 1)
+                        data = pages + (first_key * RECORD.data_bytes + (lane & 3) * 16)
+                        scale = pages + page_rows.to(gl.int64) * RECORD.data_bytes
+                        if FP8:
+                            scale = scale + own_key * 4
+                        else:
+                            scale = scale + (first_key * 4 + (lane & 3))
+                        to_data = page * page_stride.to(gl.uint32)
+                        to_scale = to_data + before * RECORD.scale_bytes // UNIT
+                        to_data = to_data + before * (RECORD.data_bytes // UNIT)
+                        words, factors = _load_tile(
+                            data, scale, to_data, to_scale, 0, one, RECORD, UNIT, LAYOUTS
+                        )
+                        if not FP8:
+                            words1, factors1 = _load_tile(
+                                data, scale, to_data, to_scale, 1, one, RECORD, UNIT, LAYOUTS
+                            )
+                        # Past the whole tiles the program's last one is loaded, as lanes count modulo
+                        # 32: it is cached already, or cut, and then the other loop wants it next.
+                        LOADED: gl.constexpr = 1 if FP8 else 2
+                        to_data = gl.where(own_tile < LOADED, from_lane(to_data, 31), to_data)
+                        to_scale = gl.where(own_tile < LOADED, from_lane(to_scale, 31), to_scale)
+                        # A load follows the last use of the registers that it fills, so that nothing
+                        # is moved.
+                        if FP8:
+                            for tile in range(whole - begin):
+                                keys = widen(words, factors, EXACT, RECORD, LAYOUTS)
+                                words = _load_words(
+                                    data, from_lane(to_data, tile + 1), one, RECORD, UNIT, LAYOUTS
+                                )
+                                _no_later(tile)
+                                _score(
+                                    keys, factors, True, shared, weight, lane, to_scores, to_maxima,
+                                    tile, one, EXACT, RECORD, LAYOUTS,
+                                )  # fmt: skip
+                                factors = _load_scales(
+                                    scale, from_lane(to_scale, tile + 1), one, RECORD, UNIT, LAYOUTS
+                                )  # fmt: skip
+                        else:
+                            # Half the bytes: two tiles are under way. Two a round, or both would
+                            # share a scoreboard, and to wait for one would be to wait for the other.
+                            done = begin + (whole - begin) // 2 * 2
+                            for tile in range(0, done - begin, 2):
+                                keys, most = _widen_tile(words, factors, most, RECORD, LAYOUTS)
+                                words, factors = _load_tile(
+                                    data, scale, to_data, to_scale, tile + 2, one, RECORD, UNIT,
+                                    LAYOUTS,
+                                )  # fmt: skip
+                                _no_later(tile)
+                                _score(
+                                    keys, factors, True, shared, weight, lane, to_scores, to_maxima,
+                                    tile, one, EXACT, RECORD, LAYOUTS,
+                                )  # fmt: skip
+                                keys, most = _widen_tile(words1, factors1, most, RECORD, LAYOUTS)
+                                words1, factors1 = _load_tile(
+                                    data, scale, to_data, to_scale, tile + 3, one, RECORD, UNIT,
+                                    LAYOUTS,
+                                )  # fmt: skip
+                                _no_later(tile)
+                                _score(
+                                    keys, factors1, True, shared, weight, lane, to_scores,
+                                    to_maxima, tile + 1, one, EXACT, RECORD, LAYOUTS,
+                                )  # fmt: skip
+                if done < end:
                     place, inside = _place(
-                        tile + 2, end, chosen, num_candidates, block_size, block_magic, block_shift,
+                        done, end, chosen, num_candidates, block_size, block_magic, block_shift,
                         seen, table_row, table_columns, page_rows, page_magic, page_shift, KEYS,
                         FILTER, LANES,
                     )  # fmt: skip
-                    _no_later(tile)
-                    keys = _widen(words, factors, EXACT, RECORD, LAYOUTS)
-                    dots = hopper.warpgroup_mma(
-                        keys, shared.permute((1, 0)),
-                        gl.zeros([KEYS, HEADS], gl.float32, PRODUCT), use_acc=False,
+                    words, factors, found = _load_keys(
+                        pages, place, inside, num_pages, page_rows, page_stride, RECORD, UNIT,
+                        LAYOUTS,
                     )  # fmt: skip
-                    if EXACT:
-                        positive = gl.maximum(dots, 0.0)
-                    else:  # of the halves; a maximum would take a slot of the busier pipe
-                        positive = dots + gl.abs(dots)
-                        most = gl.maximum(most, _highest(factors, words))
-                    total = gl.sum(positive * weight[None, :], 1)
-                    if FP8:
-                        scale = gl.convert_layout(factors, OWN, assert_trivial=True)
-                        total = total * scale.to(gl.float32, bitcast=True)
-                    bits = _ordered(total, EXACT)
-                    bits = gl.where(
-                        gl.convert_layout(found, OWN, assert_trivial=True), bits, ABSENT
-                    )
-                    gl.store(to_scores + tile * KEYS + column, bits)
-                    best = gl.max(gl.reshape(bits, [KEYS // GROUP, GROUP]), 1)
-                    group = gl.arange(0, KEYS // GROUP, layout=best.type.layout)
-                    gl.store(to_maxima + tile * (KEYS // GROUP) + group, best)
-                    words, factors, found = next_words, next_factors, next_found
+                    place, inside = _place(
+                        done + 1, end, chosen, num_candidates, block_size, block_magic, block_shift,
+                        seen, table_row, table_columns, page_rows, page_magic, page_shift, KEYS,
+                        FILTER, LANES,
+                    )  # fmt: skip
+                    for tile in range(done, end):
+                        next_words, next_factors, next_found = _load_keys(
+                            pages, place, inside, num_pages, page_rows, page_stride, RECORD, UNIT,
+                            LAYOUTS,
+                        )  # fmt: skip
+                        _no_later(tile)
+                        place, inside = _place(
+                            tile + 2, end, chosen, num_candidates, block_size, block_magic,
+                            block_shift, seen, table_row, table_columns, page_rows, page_magic,
+                            page_shift, KEYS, FILTER, LANES,
+                        )  # fmt: skip
+                        _no_later(tile)
+                        exists = own_of(found, lane, LAYOUTS)
+                        times = factors
+                        if FP8:
+                            own_factors = own_of(factors, lane, LAYOUTS)
+                        else:
+                            own_factors = factors
+                            if not EXACT:
+                                times = as_factors(factors)
+                                most = _above(most, factors)
+                        keys = widen(as_e4m3(words, RECORD), times, EXACT, RECORD, LAYOUTS)
+                        _score(
+                            keys, own_factors, exists, shared, weight, lane, to_scores, to_maxima,
+                            tile - begin, 1, EXACT, RECORD, LAYOUTS,
+                        )  # fmt: skip
+                        words, factors, found = next_words, next_factors, next_found
                 if not EXACT:
-                    again = narrow | _any(most > (KEY_MOST - KEY_LEAST) * BYTES_1_3)
-                    again = again | _any(gl.where(gl.abs(weight) < WEIGHT_MOST, 0, 1))
+                    again = narrow | any_of(most > KEY_MOST - KEY_LEAST)
+                    again = again | any_of(gl.where(gl.abs(weight) < WEIGHT_MOST, 0, 1))

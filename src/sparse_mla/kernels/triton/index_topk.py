@@ -56,7 +56,8 @@ programs, and no more than `MAX_TILES`."""
 HOPPER_MAX_TILES, HOPPER_PROGRAMS_PER_SM, HOPPER_REGISTERS = 32, 5, 96
 """The same of the kernel with Hopper's layouts, whose tiles are half as large. With so few registers five
 programs share a multiprocessor. H200, 128 rows of 128K FP8 keys, selection included: 605 us; without the
-cap (107 registers, 4 programs) 644, at most 16 tiles 608, 64 tiles 616."""
+cap (107 registers, 4 programs) 644, at most 16 tiles 608, 64 tiles 616. That was before programs looked up
+the pages of their tiles at once, which they do for 32 at most (`LOOKED_UP`)."""
 SELECT_LANES = 8192
 SELECT_WARPS = 16
 MAXIMA_BLOCKS = 256
