@@ -19,6 +19,14 @@ def lane_number():
 
 
 @gluon.jit
+def apply_in_place(value, ASSEMBLY: gl.constexpr):
+    """int32 of each thread -> int32, by instructions from $1 to $0 that stay where they stand."""
+    return gl.inline_asm_elementwise(
+        ASSEMBLY, "=r,r", [value], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
 def thread_numbers(LAYOUTS: gl.constexpr):
     """The number of its lane, and of its warp, in each thread: int32 [KEYS / 2, 4]."""
     THREADS: gl.constexpr = LAYOUTS.threads
@@ -34,7 +42,8 @@ def thread_numbers(LAYOUTS: gl.constexpr):
 @gluon.jit
 def everywhere(flag):
     """Whether all lanes of the warp have the flag, an int32."""
-    return gl.inline_asm_elementwise(
+    return apply_in_place(
+        flag,
         """
 {
 .reg .pred p;
@@ -42,11 +51,6 @@ setp.ne.s32 p, $1, 0;
 vote.sync.all.pred p, p, 0xffffffff;
 selp.s32 $0, 1, 0, p;
 }""",
-        "=r,r",
-        [flag],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
     )
 
 
@@ -86,14 +90,7 @@ add.f32 $0, $0, x;
 @gluon.jit
 def warp_max(bits):
     """int32 of each thread -> the largest of its warp."""
-    return gl.inline_asm_elementwise(
-        "redux.sync.max.s32 $0, $1, 0xffffffff;",
-        "=r,r",
-        [bits],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
+    return apply_in_place(bits, "redux.sync.max.s32 $0, $1, 0xffffffff;")
 
 
 @gluon.jit

@@ -21,6 +21,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 
 from sparse_mla.kernels.triton.index_lanes_hopper import (
+    apply_in_place,
     everywhere,
     from_lane,
     is_upper,
@@ -67,9 +68,7 @@ def _quotient(value, magic, shift):
 @gluon.jit
 def _anew(program):
     """The same number, from which the compiler works out everything again instead of keeping it."""
-    return gl.inline_asm_elementwise(
-        "mov.b32 $0, $1;", "=r,r", [program], dtype=gl.int32, is_pure=False, pack=1
-    )
+    return apply_in_place(program, "mov.b32 $0, $1;")
 
 
 @gluon.jit
@@ -78,14 +77,7 @@ def _no_later(tile):
 
     It would, to save registers, and the next tile would then come late.
     """
-    gl.inline_asm_elementwise(
-        "bar.warp.sync 0xffffffff; mov.b32 $0, $1;",
-        "=r,r",
-        [tile],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
+    apply_in_place(tile, "bar.warp.sync 0xffffffff; mov.b32 $0, $1;")
 
 
 @gluon.jit
@@ -302,10 +294,23 @@ def _load_tile(
 
 
 @gluon.jit
-def _widen_tile(words, factors, most, RECORD: tl.constexpr, LAYOUTS: gl.constexpr):
-    """(keys of MXFP4 as f16, `most` of them too)"""
+def _score_and_load(
+    words, factors, most, first, data, scale, to_data, to_scale, shared, weight, lane, to_scores,
+    to_maxima, one, TILE: tl.constexpr, RECORD: tl.constexpr, UNIT: tl.constexpr,
+    LAYOUTS: gl.constexpr,
+):  # fmt: skip
+    """Score tile `first` + TILE of MXFP4 as f16 -> words and scales two tiles on, `most` of this one too."""
     keys = widen(as_e4m3(words, RECORD), as_factors(factors), False, RECORD, LAYOUTS)
-    return keys, _above(most, factors)
+    most = _above(most, factors)
+    words, factors = _load_tile(
+        data, scale, to_data, to_scale, first + (TILE + 2), one, RECORD, UNIT, LAYOUTS
+    )
+    _no_later(first)
+    _score(
+        keys, factors, True, shared, weight, lane, to_scores, to_maxima, first + TILE, one, False,
+        RECORD, LAYOUTS,
+    )  # fmt: skip
+    return words, factors, most
 
 
 _SIZES = [
@@ -465,25 +470,15 @@ def hopper_scores_kernel(
                             # share a scoreboard, and to wait for one would be to wait for the other.
                             done = begin + (whole - begin) // 2 * 2
                             for tile in range(0, done - begin, 2):
-                                keys, most = _widen_tile(words, factors, most, RECORD, LAYOUTS)
-                                words, factors = _load_tile(
-                                    data, scale, to_data, to_scale, tile + 2, one, RECORD, UNIT,
-                                    LAYOUTS,
+                                words, factors, most = _score_and_load(
+                                    words, factors, most, tile, data, scale, to_data, to_scale,
+                                    shared, weight, lane, to_scores, to_maxima, one, 0, RECORD,
+                                    UNIT, LAYOUTS,
                                 )  # fmt: skip
-                                _no_later(tile)
-                                _score(
-                                    keys, factors, True, shared, weight, lane, to_scores, to_maxima,
-                                    tile, one, EXACT, RECORD, LAYOUTS,
-                                )  # fmt: skip
-                                keys, most = _widen_tile(words1, factors1, most, RECORD, LAYOUTS)
-                                words1, factors1 = _load_tile(
-                                    data, scale, to_data, to_scale, tile + 3, one, RECORD, UNIT,
-                                    LAYOUTS,
-                                )  # fmt: skip
-                                _no_later(tile)
-                                _score(
-                                    keys, factors1, True, shared, weight, lane, to_scores,
-                                    to_maxima, tile + 1, one, EXACT, RECORD, LAYOUTS,
+                                words1, factors1, most = _score_and_load(
+                                    words1, factors1, most, tile, data, scale, to_data, to_scale,
+                                    shared, weight, lane, to_scores, to_maxima, one, 1, RECORD,
+                                    UNIT, LAYOUTS,
                                 )  # fmt: skip
                 if done < end:
                     place, inside = _place(
