@@ -51,8 +51,6 @@ def kernel_text(source: str) -> str:
     text = re.sub(SECTION + r"instructions.*?(?=" + SECTION + ")", "", text, flags=re.DOTALL)
     for pattern, replacement in REPLACED:
         text = re.sub(pattern, replacement, text)
-    if "elect.sync" in source:  # all lanes call it, one of them copies
-        text = text.replace("copy_row(", "copy_row_together(")
     return text
 
 

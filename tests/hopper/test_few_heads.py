@@ -23,11 +23,12 @@ from sparse_mla.kernels.hopper.build import MANY_HEADS, Variant
 from sparse_mla.testing.inputs import make_problem
 
 VARIANTS = {
-    "8 heads": (Variant(MXFP8, MXFP8, 1, True, True, False, 1), 32),
-    "16 heads, nvfp4": (Variant(MXFP8, NVFP4, 1, True, False, False, 2), 32),
-    "24 heads, planar split": (Variant(MXFP8_PLANAR, MXFP8_PLANAR, 8, True, True, True, 3), 64),
-    "8 heads, v4": (Variant(V4, V4, 3, False, False, False, 1), 32),
+    "8 heads": (Variant(MXFP8, MXFP8, 1, True, True, False, 1), 0),
+    "16 heads, nvfp4": (Variant(MXFP8, NVFP4, 1, True, False, False, 2), 0),
+    "24 heads, planar split": (Variant(MXFP8_PLANAR, MXFP8_PLANAR, 8, True, True, True, 3), 80),
+    "8 heads, v4": (Variant(V4, V4, 3, False, False, False, 1), 0),
     "32 heads": (Variant(MXFP8, MXFP8, 1, True, True, False, 4), 160),
+    "32 heads, nvfp4 and v4": (Variant(NVFP4, V4, 1, True, False, False, 4), 220),
 }
 """Variant and the bytes that it may spill."""
 REGISTERS_AT_ENTRY = 96  # 65,536 over 640 threads, in steps of 8

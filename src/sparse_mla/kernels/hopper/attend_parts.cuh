@@ -9,8 +9,6 @@ template <int N> DI void copy_async(uint32_t to, const void* from) {
   if (N == 16) asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
   else asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(to), "l"(from), "n"(N) : "memory");
 }
-DI void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int N> DI void copy_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory"); }
 DI float load_remote(uint32_t a, int rank) { float v; asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(v) : "r"(remote(a, rank))); return v; }
 // Descriptor of 64 heads in shared memory, a head's numbers side by side: 128-byte swizzle, 1024 B between 8 heads.
 DI uint64_t dim_major(uint32_t a) { return (uint64_t)((a & 0x3ffff) >> 4) | (1ull << 16) | (64ull << 32) | (1ull << 62); }
@@ -20,12 +18,6 @@ DI void group_sync(int g) { asm volatile("bar.sync %0, 128;" ::"r"(g + 1) : "mem
 DI bool group_any(int g, bool x) {
   uint32_t r;
   asm volatile("{.reg .pred p, q; setp.ne.u32 p, %1, 0; bar.red.or.pred q, %2, 128, p; selp.u32 %0, 1, 0, q;}" : "=r"(r) : "r"((uint32_t)x), "r"(g + 1) : "memory");
-  return r;
-}
-// One lane of the warp, for what one lane does.
-DI bool one_lane() {
-  uint32_t r;
-  asm volatile("{.reg .pred p; elect.sync _|p, 0xffffffff; selp.u32 %0, 1, 0, p;}" : "=r"(r));
   return r;
 }
 // What is computed from x from here on is computed here, not before a loop and kept.

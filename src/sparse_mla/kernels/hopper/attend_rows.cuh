@@ -143,7 +143,7 @@ struct Coming {
 #pragma unroll 1
         for (int i = 0; i < 8; i++) {
           const uint32_t u = uniform_least(load_shared4(at + 4 * i)), s = uniform_least(load_shared4(at + 4 * i - UNITS + SCALE_UNITS));
-          copy_row(to + i * R::PITCH + R::DATA, u == ~0u ? zero_row : k.pages + (uint64_t)s * 8, R::SCALES, full);
+          copy_row_together(to + i * R::PITCH + R::DATA, u == ~0u ? zero_row : k.pages + (uint64_t)s * 8, R::SCALES, full);
         }
       }
     }
@@ -171,8 +171,8 @@ struct Coming {
 #pragma unroll 1
     for (int i = 0; i < 8; i++) {
       const uint32_t u = uniform_least(load_shared4(at + 4 * i));
-      copy_row(to + i * pitch(), u == ~0u ? zero_row : pages + (uint64_t)u * 16, bytes(), full);
+      copy_row_together(to + i * pitch(), u == ~0u ? zero_row : pages + (uint64_t)u * 16, bytes(), full);
     }
   }
-  DI void copy(int i) const { if (live) copy_row(to + i * pitch(), pages + (uint64_t)units[i] * 16, bytes(), full); }
+  DI void copy(int i) const { if (live) copy_row_together(to + i * pitch(), pages + (uint64_t)units[i] * 16, bytes(), full); }
 };

@@ -10,8 +10,10 @@
 //   values    warps 8..15: warp w owns 64 output dims, O^T [64 x heads] += V^T P^T over the blocks of a tile, and
 //             writes them.
 //   producers warps 16..19: one bulk copy a row into the ring, as far ahead as it has room, also for the next token.
-// Only scores and producers look at lengths; the value role is told each tile's Work. What scores need of the next token,
-// its lengths and position, they ask for a token ahead, into shared memory.
+// Only scores and producers look at lengths; the value role is told each tile's Work. While rows are copied any load takes
+// as long as a tile, so what comes next is asked for early, into shared memory: the slots of the next tile by the producers;
+// the lengths, position, angles and query of the next token by the scores.
+// A row is copied by one lane, from an address that it reads from shared memory: six instructions a row, no loop over lanes.
 // A block goes back to the producers after a fence: reads that an arrival alone orders may come after the next copy's writes.
 // SPLITS > 1: a cluster shares the blocks of one token. Each CTA sends its partial sums to the CTA that writes those
 // outputs, which adds them in rank order. A barrier there counts the bytes: a barrier of the cluster with release would
@@ -19,9 +21,9 @@
 //
 // Budget of a CTA (checked by tests/hopper/test_few_heads.py):
 //   threads 640: 8 score warps, 8 value warps, 4 producer warps; registers by role, see below
-//   spills at most 120 bytes (25 to 32 heads: 160), outside the products
+//   spills none up to 16 heads, at most 80 bytes up to 24 and 220 up to 32, outside the products
 //   tile of 128 rows of 528 bytes, each scheduler: conversions 1,300 clocks (512 of 2.5), products 900 for each 8 heads
-//   (128 of 7), about 2,500 issue slots; HBM needs 3,900 clocks
+//   (128 of 7), about 2,300 issue slots; HBM needs 3,500 clocks
 //
 // Fragments (lane = 4 g + t)
 //   scores   A rows g and g + 8 are keys 2 pi(g) and 2 pi(g) + 1, pi swaps bits 0 and 1: no bank conflicts. Of each
@@ -36,6 +38,7 @@
 
 #include "few_heads_parts.cuh"
 
+#define HAS_V4 (A_KIND == KIND_V4 || B_KIND == KIND_V4)
 #define HAS_NVFP4 (A_KIND == KIND_NVFP4 || B_KIND == KIND_NVFP4)
 #define A_PLANAR (A_SCALE_STRIDE != A_ROW_UNITS * 16)
 #define B_PLANAR (B_SCALE_STRIDE != B_ROW_UNITS * 16)
@@ -45,6 +48,7 @@
 constexpr int BLOCKS = 8, THREADS = 640;     // blocks of a tile, each scored by one warp
 constexpr int HEADS = 8 * HEAD_TILES;
 constexpr bool QUERY_IN_REGISTERS = HEAD_TILES == 1;
+constexpr bool PAIRS = HEAD_TILES <= 2 && !HAS_V4;   // values of two blocks at a time
 constexpr int CHAINS = HEAD_TILES == 1 ? 4 : HEAD_TILES == 2 ? 2 : 1;   // independent accumulators of a score
 constexpr int ENTRY_REGISTERS = 96;          // of 65,536 over 640 threads
 constexpr int SCORE_REGISTERS = HEAD_TILES == 1 ? 152 : HEAD_TILES == 4 ? 104 : 120;
@@ -61,7 +65,8 @@ template <> struct Record<KIND_MXFP8> { static constexpr int PITCH = 33 * 16, SC
 template <> struct Record<KIND_V4> { static constexpr int PITCH = 37 * 16, SCALES = 36 * 16, BYTES = 16 * PITCH; };
 template <> struct Record<KIND_NVFP4> { static constexpr int PITCH = 19 * 16, SCALES = 256, TABLE = 16 * PITCH, TABLE_PITCH = 144, BYTES = TABLE + 8 * TABLE_PITCH; };
 constexpr int BLOCK_BYTES = Record<A_KIND>::BYTES > Record<B_KIND>::BYTES ? Record<A_KIND>::BYTES : Record<B_KIND>::BYTES;
-constexpr int QUERY_BYTES = HEAD_TILES == 1 ? 8192 : 16384 * ((HEAD_TILES + 1) / 2);
+constexpr int HEAD_PAIRS = (HEAD_TILES + 1) / 2;
+constexpr int QUERY_BYTES = HEAD_TILES == 1 ? 8192 : 16384 * HEAD_PAIRS;
 constexpr int TABLES_BYTES = A_KIND == KIND_NVFP4 && B_KIND == KIND_NVFP4 ? 0 : 512 * BLOCKS;  // of one of two sets
 constexpr int WEIGHT_PITCH = 32 * BLOCKS + 16, WEIGHTS_BYTES = HEADS * WEIGHT_PITCH;           // of one of two sets
 constexpr int HEAD_BYTES = 4 * HEADS;
@@ -89,10 +94,19 @@ constexpr int LENGTHS = VALID + 4 * MAX_RING;                // [token parity 2]
 constexpr int POSITIONS = LENGTHS + 16;                      // [token & 3] RawPosition, asked for a token ahead, read up to two behind
 // SPLITS > 1: partial sums that the cluster sends. A unit is (64 dims, head tile, even or odd heads), 1 KB.
 constexpr int UNITS = 16 * HEAD_TILES;                       // unit u is written by rank u % SPLITS
-constexpr int PARTS = (POSITIONS + 32 + 127) & ~127;   // [own unit][rank] f32
+constexpr int ANGLES = (POSITIONS + 32 + 15) & ~15;          // [token & 3][cos, sin][32] f32, likewise
+constexpr int ADDRESSES = ANGLES + 1024;                     // [producer][row 32] u64, of the rows that it copies next
+constexpr int SLOTS = ADDRESSES + 1024;                      // [producer][row 32] int, of the tile after
+constexpr int PARTS = (SLOTS + 512 + 127) & ~127;            // [own unit][rank] f32
 constexpr int PARTS_BYTES = SPLITS > 1 ? (UNITS + SPLITS - 1) / SPLITS * SPLITS * 1024 : 0;
 constexpr bool OWN_SPACE = HEAD_TILES <= 2;                  // else parts lie over the ring, once no CTA uses it
-constexpr int ROWS = PARTS + (OWN_SPACE ? PARTS_BYTES : 0);  // the ring
+constexpr int SPARE = PARTS + (OWN_SPACE ? PARTS_BYTES : 0);
+// The next token's query is asked for while tiles of this one are under way, if it has space: that of the query in registers, or
+// its own where the ring stays long enough.
+constexpr bool QUERY_TWICE = SPLITS == 1 && !QUERY_IN_REGISTERS && (232448 - SPARE - QUERY_BYTES) / BLOCK_BYTES >= 5 * BLOCKS / 2;
+constexpr bool QUERY_EARLY = QUERY_TWICE || QUERY_IN_REGISTERS;
+constexpr int QUERY_STEP = QUERY_TWICE ? SPARE - QUERY : 0;  // between the queries of one token and the next
+constexpr int ROWS = SPARE + (QUERY_TWICE ? QUERY_BYTES : 0);    // the ring
 constexpr int FITTING = (232448 - ROWS) / BLOCK_BYTES, RING = FITTING < MAX_RING ? FITTING : MAX_RING;
 static_assert(RING >= 2 * BLOCKS, "two tiles at least");
 static_assert(OWN_SPACE || PARTS_BYTES <= RING * BLOCK_BYTES, "parts fit");
@@ -203,15 +217,19 @@ DI uint32_t table_of(uint32_t base, bool nvfp4, uint32_t block, int parity, int 
 }
 
 // ---------------------------------------------------------------- producers
-// The 16 rows of a block, whose numbers in units of 16 and 8 bytes lanes `first` .. `first` + 15 hold.
-template <int KIND, int UNITS, bool PLANAR> DI void copy_block(const KeyArgs& k, uint32_t block, uint32_t full, int lane, int first, uint32_t valid, uint32_t offset, uint32_t scale_offset) {
+// The 16 rows of a block, which lie where `addresses` in shared memory say; lanes `first` .. `first` + 15 know where their scales lie.
+template <int KIND, int UNITS, bool PLANAR> DI void copy_block(const KeyArgs& k, uint32_t addresses, uint32_t block, uint32_t full, uint32_t valid_at, int lane, int first, uint32_t valid, uint32_t scale_offset) {
   using R = Record<KIND>;
-  if (lane == first) arrive_and_expect(full, 256 * UNITS);
-  __syncwarp();
+  if (one_lane()) {
+    store_shared4(valid_at, valid);
+    arrive_and_expect(full, 256 * UNITS);
 #pragma unroll
-  for (int i = 0; i < 16; i++) {
-    const uint64_t unit = uniform_least(lane == first + i ? offset : ~0u);
-    copy_row(block + i * R::PITCH, (valid >> i) & 1 ? k.pages + unit * 16 : zero_row, UNITS * 16, full);
+    for (int i = 0; i < 16; i += 4) {
+      const uint4 x = load_shared16(addresses + 8 * i), y = load_shared16(addresses + 8 * i + 16);
+      const uint64_t from[4] = {x.x | (uint64_t)x.y << 32, x.z | (uint64_t)x.w << 32, y.x | (uint64_t)y.y << 32, y.z | (uint64_t)y.w << 32};
+#pragma unroll
+      for (int j = 0; j < 4; j++) copy_row(block + (i + j) * R::PITCH, (const void*)from[j], UNITS * 16, full);
+    }
   }
   const int row = lane - first;
   if (row < 0 || row >= 16) return;
@@ -236,32 +254,39 @@ DI void produce(const Args& p, uint32_t base, int w, int lane, int rank, int ste
   int slot = !from ? -1 : right ? guessed : __ldg(from);
   Work work = cursor.next(p, rank, step);
   Ring ring = {0, 0};
+  uint32_t slots = base + SLOTS + w * 128 + lane * 4;   // this lane's slot of the next tile; a load would be waited for within its tile
   while (work.exists()) {
     from = cursor.slot_of(p, cursor.at + number, row);
     const Work next_work = cursor.next(p, rank, step);
-    const int next_slot = from ? __ldg(from) : -1;
+    if (from) copy_async<4>(slots, from, 4); else store_shared4(slots, ~0u);
+    copy_commit();
     const bool compressed = number >= work.window();
     const KeyArgs& k = compressed ? p.b : p.a;
     const bool ok = (uint32_t)slot < k.num_slots;
     const uint32_t s = ok ? slot : 0, page = page_of(k, s), in_page = s - page * k.page_rows;
     const uint32_t offset = page * (uint32_t)(k.page_stride >> 4) + in_page * (compressed ? B_ROW_UNITS : A_ROW_UNITS);
     const uint32_t scale_offset = page * (uint32_t)(k.page_stride >> 3) + (uint32_t)(k.scale_base >> 3) + in_page * ((compressed ? B_SCALE_STRIDE : A_SCALE_STRIDE) / 8);
-    const uint32_t valid = __ballot_sync(~0u, ok);
+    const uint32_t valid = __ballot_sync(~0u, ok), addresses = base + ADDRESSES + w * 256;
+    const uint64_t address = (uint64_t)(ok ? k.pages + (uint64_t)offset * 16 : zero_row);
+    store_shared8(addresses + lane * 8, (uint32_t)address, (uint32_t)(address >> 32));
+    __syncwarp();
 #pragma unroll 1
     for (int h = 0; h < 2; h++) {
       if (w + 4 * h >= work.blocks()) break;
       const Ring at = ring.ahead(w + 4 * h);
       const uint32_t full = base + FULL + 8 * at.place, block = base + ROWS + at.place * BLOCK_BYTES, bits = (valid >> (16 * h)) & 0xffff;
+      const uint32_t from = addresses + 128 * h, valid_at = base + VALID + 4 * at.place;
       wait(base + EMPTY + 8 * at.place, at.round ^ 1);
       if (MIXED) fence_async();
-      if (lane == 16 * h) store_shared4(base + VALID + 4 * at.place, bits);
-      if (!MIXED) copy_block<A_KIND, A_ROW_UNITS, A_PLANAR>(w + 4 * h >= work.window() ? p.b : p.a, block, full, lane, 16 * h, bits, offset, scale_offset);
-      else if (w + 4 * h >= work.window()) copy_block<B_KIND, B_ROW_UNITS, B_PLANAR>(p.b, block, full, lane, 16 * h, bits, offset, scale_offset);
-      else copy_block<A_KIND, A_ROW_UNITS, A_PLANAR>(p.a, block, full, lane, 16 * h, bits, offset, scale_offset);
+      if (!MIXED) copy_block<A_KIND, A_ROW_UNITS, A_PLANAR>(w + 4 * h >= work.window() ? p.b : p.a, from, block, full, valid_at, lane, 16 * h, bits, scale_offset);
+      else if (w + 4 * h >= work.window()) copy_block<B_KIND, B_ROW_UNITS, B_PLANAR>(p.b, from, block, full, valid_at, lane, 16 * h, bits, scale_offset);
+      else copy_block<A_KIND, A_ROW_UNITS, A_PLANAR>(p.a, from, block, full, valid_at, lane, 16 * h, bits, scale_offset);
       __syncwarp();
     }
     ring = ring.ahead(work.blocks());
-    work = next_work; slot = next_slot;
+    work = next_work;
+    copy_wait<0>();
+    slot = load_shared4(slots);
   }
 }
 
@@ -278,9 +303,9 @@ DI float weight_of(float m, float l, float sink, float c1) { return m == -INF ? 
 
 // Dims 64 w + 8 g .. + 7 of one head times `weight`; four lanes (g & ~3 ..) share a block of 32 dims. head / heads_per_group
 // is head * group_mul >> 16.
-DI void store_head(const Args& p, int token, int head, float (&v)[8], float weight, const float* table, int w, int g, uint32_t group_mul) {
-  if (table && w == 7) {       // rotate back
-    const float4 c = __ldg((const float4*)(table + 4 * g)), s = __ldg((const float4*)(table + 32 + 4 * g));
+DI void store_head(const Args& p, int token, int head, float (&v)[8], float weight, uint32_t angles, int w, int g, uint32_t group_mul) {
+  if (angles && w == 7) {      // rotate back
+    const float4 c = load_float4(angles + 16 * g), s = load_float4(angles + 128 + 16 * g);
     const float cs[4] = {c.x, c.y, c.z, c.w}, ss[4] = {s.x, s.y, s.z, s.w};
 #pragma unroll
     for (int i = 0; i < 4; i++) {
@@ -323,12 +348,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend(const __grid_con
   wait_for_launch_before();
   let_next_launch_begin();
   // Loads that others wait for are under way while barriers are made.
-  uint32_t query[HEAD_TILES][8];
   int guessed = -1;
   Cursor cursor, guess;
   if (warp < 8) {
-    if (warp == 0) ask_ahead(p, base, lane, item, 0);
-    load_query(query, p, item, warp, lane >> 2, lane & 3);
+    if (warp == 0 || warp == 7) { ask_ahead(p, base, warp, lane, item, 0); copy_commit(); }
+    ask_query(p, base + QUERY, item, warp, lane >> 2, lane & 3);
   } else if (warp >= 16) {
     guess.enter(p, item, rank, p.a.width, p.b.width);
     const int* from = guess.slot_of(p, guess.at + number_of(warp - 16, lane), lane & 15);
@@ -342,7 +366,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend(const __grid_con
       barrier_init(base + FULL + 8 * i, A_PLANAR || B_PLANAR ? 17 : 1);
       barrier_init(base + EMPTY + 8 * i, 8 * WARP);
     } else {
-      barrier_init(base + WEIGHTS_FULL + 8 * (i - RING), 1);
+      barrier_init(base + WEIGHTS_FULL + 8 * (i - RING), WARP == 32 ? 256 : 1);
       barrier_init(base + WEIGHTS_EMPTY + 8 * (i - RING), 8 * WARP);
       barrier_init(base + FINAL_FULL + 8 * (i - RING), SPLITS == 1 ? 8 * WARP : 1);
       if (SPLITS > 1 && i == RING) arrive_and_expect(base + FINAL_FULL, SPLITS * (16 * HEADS + (UNITS - rank + SPLITS - 1) / SPLITS * 1024));
@@ -356,7 +380,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend(const __grid_con
     if (SCORE_REGISTERS > ENTRY_REGISTERS) set_registers_up<SCORE_REGISTERS>();
     else set_registers_down<SCORE_REGISTERS>();
     Scores scores{p, base, warp, lane, lane >> 2, lane & 3, c1, GROWTH / c1};
-    scores.run(rank, step, query);
+    scores.run(rank, step);
   } else if (warp < 16) {
     if (VALUE_REGISTERS > ENTRY_REGISTERS) set_registers_up<VALUE_REGISTERS>();
     else set_registers_down<VALUE_REGISTERS>();

@@ -10,16 +10,28 @@ DI void order(uint32_t (&w)[8]) {
   for (int i = 0; i < 8; i++) w[i] = v[i];
 #endif
 }
-// Dims 64 d + 16 t .. + 15 of head g of each head tile of an item, as bf16.
-DI void load_query(uint32_t (&q)[HEAD_TILES][8], const Args& p, int item, int d, int g, int t) {
+// Byte of this lane's pair of words of a k16 step and head tile.
+DI uint32_t query_place(int step, int n, int lane) {
+  return (HEAD_TILES == 1 ? (step >> 1) * 512 + (step & 1) * 8 : (step * HEAD_PAIRS + (n >> 1)) * 512 + (n & 1) * 8) + lane * 16;
+}
+// Byte of 8 bf16 of this lane, half `h` of its 16 dims, as they are loaded: where only this lane's words will be.
+DI uint32_t raw_place(int d, int n, int h, int lane) {
+  return (HEAD_TILES == 1 ? 2 * d + h : (4 * d + 2 * (n & 1) + h) * HEAD_PAIRS + (n >> 1)) * 512 + lane * 16;
+}
+// Asks for the warp's part of an item's query: dims 64 d .. of head g of each head tile, zero for heads that do not exist. Lanes
+// that are side by side read what lies side by side: bytes 16 c of a head's 128, half c & 1 of lane c / 2.
+DI void ask_query(const Args& p, uint32_t query, int item, int d, int g, int t) {
   const int token = token_of(p, item), head0 = first_head(p, item) + g;
 #pragma unroll
   for (int n = 0; n < HEAD_TILES; n++) {
     const int head = head0 + n * 8;
-    const uint8_t* from = p.q + (int64_t)token * p.q_token_stride + (p.query_chunked ? ((4 * d + t) * p.heads + head) * 32 : head * p.q_head_stride + d * 128 + t * 32);
-    uint4 x = make_uint4(0, 0, 0, 0), y = x;
-    if (head < p.heads && token < p.tokens) { x = load_global16(from); y = load_global16(from + 16); }
-    q[n][0] = x.x; q[n][1] = x.y; q[n][2] = x.z; q[n][3] = x.w; q[n][4] = y.x; q[n][5] = y.y; q[n][6] = y.z; q[n][7] = y.w;
+    const bool here = head < p.heads && token < p.tokens;
+    const uint8_t* from = p.q + (here ? (int64_t)token * p.q_token_stride + (p.query_chunked ? (4 * d * p.heads + head) * 32 : head * p.q_head_stride + d * 128) : 0);
+#pragma unroll
+    for (int c = t; c < t + 8; c += 4) {
+      const int place = p.query_chunked ? (c >> 1) * p.heads * 32 + (c & 1) * 16 : c * 16;
+      copy_async<16>(query + raw_place(d, n, c & 1, 4 * g + (c >> 1)), from + (here ? place : 0), here ? 16 : 0);
+    }
   }
 }
 // Of the CTA's token number n.
@@ -29,11 +41,11 @@ DI int position_of(const Args& p, uint32_t base, int n) {
   return RawPosition{(int)x.x, (int)x.y}.value(p);
 }
 // What a token needs before its first tile goes to shared memory, so that nothing waits for it and no register holds it:
-// the lengths (lanes 0 and 1 of one warp) and the position (2 and 3) of the CTA's token number n.
-DI void ask_ahead(const Args& p, uint32_t base, int lane, int item, int n) {
+// warp 0 asks for the lengths (lanes 0 and 1), warp 7, which rotates, for the position (2 and 3) of the CTA's token number n.
+DI void ask_ahead(const Args& p, uint32_t base, int warp, int lane, int item, int n) {
   const int token = token_of(p, item);
   const int* from = lane == 0 ? p.a.lengths : lane == 1 ? p.b.lengths : p.positions;
-  if (lane >= 4 || !from || token >= p.tokens) return;
+  if (lane >= 4 || (warp == 0) != (lane < 2) || !from || token >= p.tokens) return;
   from += lane < 2 ? token : (int64_t)token * p.position_step + (lane - 2) * (p.position_step - 1);
   copy_async<4>(base + (lane < 2 ? LENGTHS + (n & 1) * 8 : POSITIONS + (n & 3) * 8 - 8) + lane * 4, from, 4);
 }
@@ -42,44 +54,41 @@ DI void ask_sinks(const Args& p, uint32_t base, int lane, int item, int n) {
   const int head = first_head(p, item) + lane;
   if (lane < HEADS && p.sink && head < p.heads) copy_async<4>(base + SINKS + (n & 1) * END_BYTES + lane * 4, p.sink + head, 4);
 }
-// Byte of this lane's pair of words of a k16 step and head tile.
-DI uint32_t query_place(int step, int n, int lane) {
-  return (HEAD_TILES == 1 ? (step >> 1) * 512 + (step & 1) * 8 : (step * ((HEAD_TILES + 1) / 2) + (n >> 1)) * 512 + (n & 1) * 8) + lane * 16;
+// Angles of the CTA's token number n, cos and sin of 32 pairs, for the query and the output; its position is there.
+DI void ask_angles(const Args& p, uint32_t base, int lane, int n) {
+  if (lane < 16 && (p.rotate_query || p.unrotate_output)) copy_async<16>(base + ANGLES + (n & 3) * 256 + lane * 16, rope_row(p, position_of(p, base, n)) + lane * 4, 16);
 }
 DI uint32_t turn(uint32_t pair, float c, float s) {
   const float a = __uint_as_float(pair << 16), b = __uint_as_float(pair & 0xffff0000u);
   return pack_bf16(a * c - b * s, a * s + b * c);
 }
-// Angles of the dims of a lane of warp 7: two quads of pairs.
-struct Angles {
-  float4 cos[2], sin[2];
-
-  DI void ask(const Args& p, int position, int d, int lane) {
-    if (!p.rotate_query || d != 7) return;
-    const float4* table = (const float4*)(rope_row(p, position) + 8 * (lane & 3));
+// Of what the warp asked for: rotates, rounds to bf16, widens to f16, orders, and stores where all score warps find it.
+DI void finish_query(const Args& p, uint32_t query, uint32_t angles, int d, int lane) {
 #pragma unroll
-    for (int h = 0; h < 2; h++) { cos[h] = __ldg(table + h); sin[h] = __ldg(table + 8 + h); }
-  }
-};
-// Rotates, rounds to bf16, widens to f16, orders, and stores where all score warps find it.
-DI void finish_query(uint32_t (&q)[HEAD_TILES][8], const Args& p, uint32_t base, const Angles& angles, int d, int lane) {
-  if (p.rotate_query && d == 7) {
+  for (int first = 0; first < HEAD_TILES; first += 2) {
+    uint32_t q[2][8];
 #pragma unroll
-    for (int h = 0; h < 2; h++) {
-      const float4 c = angles.cos[h], s = angles.sin[h];
+    for (int e = 0; e < 2; e++) {
+      if (first + e >= HEAD_TILES) break;
+      uint32_t (&w)[8] = q[e];
+      const uint4 x = load_shared16(query + raw_place(d, first + e, 0, lane)), y = load_shared16(query + raw_place(d, first + e, 1, lane));
+      w[0] = x.x; w[1] = x.y; w[2] = x.z; w[3] = x.w; w[4] = y.x; w[5] = y.y; w[6] = y.z; w[7] = y.w;
+      if (p.rotate_query && d == 7) {
 #pragma unroll
-      for (int n = 0; n < HEAD_TILES; n++) {
-        uint32_t (&w)[8] = q[n];
-        w[4 * h] = turn(w[4 * h], c.x, s.x); w[4 * h + 1] = turn(w[4 * h + 1], c.y, s.y);
-        w[4 * h + 2] = turn(w[4 * h + 2], c.z, s.z); w[4 * h + 3] = turn(w[4 * h + 3], c.w, s.w);
+        for (int h = 0; h < 2; h++) {
+          const float4 c = load_float4(angles + (lane & 3) * 32 + 16 * h), s = load_float4(angles + 128 + (lane & 3) * 32 + 16 * h);
+          w[4 * h] = turn(w[4 * h], c.x, s.x); w[4 * h + 1] = turn(w[4 * h + 1], c.y, s.y);
+          w[4 * h + 2] = turn(w[4 * h + 2], c.z, s.z); w[4 * h + 3] = turn(w[4 * h + 3], c.w, s.w);
+        }
       }
+      order(w);
     }
-  }
 #pragma unroll
-  for (int n = 0; n < HEAD_TILES; n++) {
-    order(q[n]);
+    for (int e = 0; e < 2; e++) {
+      if (first + e >= HEAD_TILES) break;
 #pragma unroll
-    for (int c = 0; c < 4; c++) store_shared8(base + QUERY + query_place(4 * d + c, n, lane), bf16_to_f16(q[n][2 * c]), bf16_to_f16(q[n][2 * c + 1]));
+      for (int c = 0; c < 4; c++) store_shared8(query + query_place(4 * d + c, first + e, lane), bf16_to_f16(q[e][2 * c]), bf16_to_f16(q[e][2 * c + 1]));
+    }
   }
 }
 
@@ -309,6 +318,11 @@ struct Scores {
     for (int r = 0; r < SPLITS; r++) send4(remote(base + FINAL + (rank * HEADS + lane) * 16, r), x.maximum, x.sum, x.top, 0.f, remote(base + FINAL_FULL, r));
 #endif
   }
+  // Word of a tile, whose weights are there, to the value role.
+  DI void publish(uint32_t work, int parity) {
+    if (warp == 0 && lane == 0) store_shared4(base + TILE + 4 * parity, work);
+    if (WARP == 32 || (warp == 0 && lane == 0)) arrive(base + WEIGHTS_FULL + 8 * parity);
+  }
   // A tile: scores, weights, and word to the value role.
   DI void tile(Work work, bool first, Ring ring, int parity) {
     const bool active = warp < work.blocks();
@@ -320,55 +334,60 @@ struct Scores {
       moves = meet_or<1>(grew);
     }
     if (moves) move(active, parity, sum);
-    if (warp == 0 && lane == 0) {
-      store_shared4(base + TILE + 4 * parity, work.bits | (moves ? 1024 : 0));
-      arrive(base + WEIGHTS_FULL + 8 * parity);
-    }
+    publish(work.bits | (moves ? 1024 : 0), parity);
 #pragma unroll
     for (int n = 0; n < HEAD_TILES; n++) { l[n][0] += sum[n][0]; l[n][1] += sum[n][1]; }
   }
-  // `raw` is the query of the CTA's first token, whose lengths and position are under way.
-  DI void run(int rank, int step, uint32_t (&raw)[HEAD_TILES][8]) {
+  // The query of the CTA's first token, its lengths and position are under way.
+  DI void run(int rank, int step) {
     int item = blockIdx.x / SPLITS, parity = 0;
     uint32_t round = 1;          // parity of the weights' round that must be over
     Ring ring = {0, 0};
     Cursor cursor;
-    Angles angles;
-    q.at = base + QUERY + lane * 16;
-    if (warp == 0) copies_wait();
-    meet<1>();
-    angles.ask(p, position_of(p, base, 0), warp, lane);
+    if (warp == 7) {
+      copy_wait<0>();            // the position is there, not the query
+      __syncwarp();
+      ask_angles(p, base, lane, 0);
+    }
+    copies_wait();
+    __syncwarp();
     for (int n = 0; token_of(p, item) < p.tokens; n++, item += step) {
+      const uint32_t query = base + QUERY + (n & 1) * QUERY_STEP;
+      const bool more = SPLITS == 1 && token_of(p, item + step) < p.tokens;
+      if (!QUERY_EARLY) { copies_wait(); __syncwarp(); }
+      finish_query(p, query, base + ANGLES + (n & 3) * 256, warp, lane);
+      meet<1>();
       const uint2 lengths = load_shared8(base + LENGTHS + (n & 1) * 8);
       cursor.enter(p, item, rank, p.a.lengths ? lengths.x : p.a.width, p.b.lengths ? lengths.y : p.b.width);
-      finish_query(raw, p, base, angles, warp, lane);
-      meet<1>();
-      if (warp == 0) ask_ahead(p, base, lane, item + step, n + 1);
+      if (warp == 0 || warp == 7) ask_ahead(p, base, warp, lane, item + step, n + 1);
       if (warp == 1 && SPLITS == 1) ask_sinks(p, base, lane, item, n);
+      q.at = query + lane * 16;
       q.load();
 #pragma unroll
       for (int i = 0; i < HEAD_TILES; i++)
 #pragma unroll
         for (int e = 0; e < 2; e++) { m[i][e] = -INF; l[i][e] = 0.f; top[i][e] = -INF; }
       Work work;
-      bool first = true;
+      int tiles = 0;
       do {
         work = cursor.take();
         wait(base + WEIGHTS_EMPTY + 8 * parity, round);
-        tile(work, first, ring, parity);
-        first = false;
+        tile(work, tiles == 0, ring, parity);
+        tiles++;
+        // By now everyone has loaded the query, and the position asked for above should be there.
+        if (more && (tiles == 2 || (tiles == 1 && work.last()))) {
+          if (warp == 7) { copies_wait(); __syncwarp(); ask_angles(p, base, lane, n + 1); }
+          if (QUERY_EARLY) ask_query(p, base + QUERY + (~n & 1) * QUERY_STEP, item + step, warp, g, t);
+        }
         ring = ring.ahead(work.blocks());
         round ^= parity; parity ^= 1;
       } while (!work.last());
-      copies_wait();           // what this warp asked for; before other loads, which it would wait for too
-      load_query(raw, p, item + step, warp, g, t);
+      copies_wait();           // what this warp asked for; others see it after the next meeting
+      __syncwarp();
       finish(n, rank);
-      if (SPLITS == 1) angles.ask(p, position_of(p, base, n + 1), warp, lane);
+      if (more && !QUERY_EARLY) ask_query(p, query, item + step, warp, g, t);
     }
     wait(base + WEIGHTS_EMPTY + 8 * parity, round);
-    if (warp == 0 && lane == 0) {
-      store_shared4(base + TILE + 4 * parity, 0);
-      arrive(base + WEIGHTS_FULL + 8 * parity);
-    }
+    publish(0, parity);
   }
 };

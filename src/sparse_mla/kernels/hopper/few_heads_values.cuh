@@ -4,36 +4,54 @@
 // Where a lane reads in a block, and in the table of its scales.
 template <int KIND> DI uint32_t value_place(int warp, int g, int t) { return 2 * t * Record<KIND>::PITCH + (KIND == KIND_NVFP4 ? 32 * warp + 4 * g : 64 * warp + 8 * g); }
 template <int KIND> DI uint32_t value_scale(int warp, int g, int t) { return table_word<KIND>(t, KIND == KIND_V4 ? 0 : KIND == KIND_MXFP8 ? g >> 2 : g >> 1, warp); }
-// acc[m tile][head tile] += 64 dims of the warp x 16 keys of a block; b: weights of each head tile.
-template <int KIND> DI void add_values(float (&acc)[4][HEAD_TILES][4], const uint32_t (&b)[HEAD_TILES][2], uint32_t row, uint32_t table, int warp, int g) {
+// What a lane reads of a block: codes (or bf16) of keys 2 t, 2 t + 1, 2 t + 8, 2 t + 9, and the scales of both pairs.
+struct Keys { uint32_t words[HAS_V4 ? 4 : 2][4], scales[2]; };
+template <int KIND> DI void load_keys(Keys& k, uint32_t row, uint32_t table, int warp, int g) {
   using R = Record<KIND>;
   if (KIND == KIND_V4 && warp == 7) {
-    uint32_t key[4][4];
 #pragma unroll
     for (int i = 0; i < 4; i++) {
       const uint4 x = load_shared16(row + ((i & 1) + (i >> 1) * 8) * R::PITCH + 8 * g);   // 448 + 16 g
-      key[i][0] = x.x; key[i][1] = x.y; key[i][2] = x.z; key[i][3] = x.w;
-    }
-#pragma unroll
-    for (int m = 0; m < 4; m++) {
-      const uint32_t a0 = bf16_to_f16(permute(key[0][m], key[1][m], 0x5410)), a1 = bf16_to_f16(permute(key[0][m], key[1][m], 0x7632));
-      const uint32_t a2 = bf16_to_f16(permute(key[2][m], key[3][m], 0x5410)), a3 = bf16_to_f16(permute(key[2][m], key[3][m], 0x7632));
-#pragma unroll
-      for (int n = 0; n < HEAD_TILES; n++) mma(acc[m][n], a0, a1, a2, a3, b[n][0], b[n][1]);
+      uint32_t (&w)[4] = k.words[HAS_V4 ? i : 0];
+      w[0] = x.x; w[1] = x.y; w[2] = x.z; w[3] = x.w;
     }
     return;
   }
-  const uint32_t s0 = load_shared4(table), s1 = load_shared4(table + table_word<KIND>(4, 0, 0));
-  uint32_t w[2][4];            // [keys 2 t, 2 t + 1 | 2 t + 8, 2 t + 9][two dims of both keys]
+  k.scales[0] = load_shared4(table); k.scales[1] = load_shared4(table + table_word<KIND>(4, 0, 0));
 #pragma unroll
   for (int h = 0; h < 2; h++) {
+    uint32_t (&w)[4] = k.words[h];
+    const uint32_t x = row + 8 * h * R::PITCH, y = x + R::PITCH;
+    if (KIND == KIND_NVFP4) { w[0] = load_shared4(x); w[1] = load_shared4(y); continue; }
+    const uint2 first = load_shared8(x), second = load_shared8(y);
+    w[0] = first.x; w[1] = first.y; w[2] = second.x; w[3] = second.y;
+  }
+}
+// acc[m tile][head tile] += 64 dims of the warp x 16 keys of a block; b: weights of each head tile.
+template <int KIND> DI void add_keys(float (&acc)[4][HEAD_TILES][4], const uint32_t (&b)[HEAD_TILES][2], const Keys& k, int warp) {
+  if (KIND == KIND_V4 && warp == 7) {   // bf16
+#pragma unroll
+    for (int m = 0; m < 4; m++) {
+      uint32_t a[4];
+#pragma unroll
+      for (int h = 0; h < 2; h++) {
+        const uint32_t x = k.words[HAS_V4 ? 2 * h : 0][m], y = k.words[HAS_V4 ? 2 * h + 1 : 0][m];
+        a[2 * h] = bf16_to_f16(permute(x, y, 0x5410)); a[2 * h + 1] = bf16_to_f16(permute(x, y, 0x7632));
+      }
+#pragma unroll
+      for (int n = 0; n < HEAD_TILES; n++) mma(acc[m][n], a[0], a[1], a[2], a[3], b[n][0], b[n][1]);
+    }
+    return;
+  }
+  uint32_t w[2][4];            // [key pair][two dims of both keys]
+#pragma unroll
+  for (int h = 0; h < 2; h++) {
+    const uint32_t (&x)[4] = k.words[h];
     if (KIND == KIND_NVFP4) {  // dims 0 2 | 4 6 | 1 3 | 5 7
-      const uint32_t x = load_shared4(row + 8 * h * R::PITCH), y = load_shared4(row + (8 * h + 1) * R::PITCH);
-      const uint32_t x0 = e2m1_even(x), y0 = e2m1_even(y), x1 = e2m1_odd(x), y1 = e2m1_odd(y);
+      const uint32_t x0 = e2m1_even(x[0]), y0 = e2m1_even(x[1]), x1 = e2m1_odd(x[0]), y1 = e2m1_odd(x[1]);
       w[h][0] = permute(x0, y0, 0x5140); w[h][1] = permute(x0, y0, 0x7362); w[h][2] = permute(x1, y1, 0x5140); w[h][3] = permute(x1, y1, 0x7362);
     } else {                   // dims 0 1 | 2 3 | 4 5 | 6 7
-      const uint2 x = load_shared8(row + 8 * h * R::PITCH), y = load_shared8(row + (8 * h + 1) * R::PITCH);
-      w[h][0] = permute(x.x, y.x, 0x5140); w[h][1] = permute(x.x, y.x, 0x7362); w[h][2] = permute(x.y, y.y, 0x5140); w[h][3] = permute(x.y, y.y, 0x7362);
+      w[h][0] = permute(x[0], x[2], 0x5140); w[h][1] = permute(x[0], x[2], 0x7362); w[h][2] = permute(x[1], x[3], 0x5140); w[h][3] = permute(x[1], x[3], 0x7362);
     }
   }
 #pragma unroll
@@ -41,7 +59,7 @@ template <int KIND> DI void add_values(float (&acc)[4][HEAD_TILES][4], const uin
     uint32_t a[4];
 #pragma unroll
     for (int h = 0; h < 2; h++) {
-      const uint32_t s = h ? s1 : s0;
+      const uint32_t s = k.scales[h];
       if (KIND == KIND_NVFP4) {
         a[2 * h] = times((m & 1) ? e4m3_high(w[h][m >> 1]) : e4m3_low(w[h][m >> 1]), s);
         a[2 * h + 1] = times((m & 1) ? e4m3_high(w[h][2 + (m >> 1)]) : e4m3_low(w[h][2 + (m >> 1)]), s);
@@ -63,24 +81,52 @@ struct Values {
   uint32_t group_mul;
   float acc[4][HEAD_TILES][4];
 
-  DI void add(Work work, Ring ring, int parity) {
-    const uint32_t a_row = value_place<A_KIND>(warp, g, t), b_row = value_place<B_KIND>(warp, g, t), a_scale = value_scale<A_KIND>(warp, g, t), b_scale = value_scale<B_KIND>(warp, g, t);
-    const int blocks = work.blocks(), window = work.window();
-    uint32_t weights = base + WEIGHTS + parity * WEIGHTS_BYTES + (lane & 7) * WEIGHT_PITCH + ((lane >> 3) & 1) * 16;
-    uint32_t block = base + ROWS + ring.place * BLOCK_BYTES, empty = base + EMPTY + 8 * ring.place;
-    uint32_t table = base + TABLES + parity * TABLES_BYTES;
-#pragma unroll 2
-    for (int i = 0; i < blocks; i++) {
-      uint32_t b[HEAD_TILES][2];
+  // What a lane needs of a block, and the walk over the blocks of a tile.
+  struct Block { Keys keys; uint32_t weights[HEAD_TILES][2]; };
+  struct Walk { uint32_t block, table, weights, empty; };
+
+  DI void load(Block& x, Walk& at, bool window) const {
 #pragma unroll
-      for (int n = 0; n < HEAD_TILES; n++) load_matrices2(b[n], weights + n * 8 * WEIGHT_PITCH);
-      if (A_KIND == B_KIND || i < window) add_values<A_KIND>(acc, b, block + a_row, (A_KIND == KIND_NVFP4 ? block + Record<KIND_NVFP4>::TABLE : table) + a_scale, warp, g);
-      else add_values<B_KIND>(acc, b, block + b_row, (B_KIND == KIND_NVFP4 ? block + Record<KIND_NVFP4>::TABLE : table) + b_scale, warp, g);
-      fence_async();           // the reads come before the copy that overwrites the block
-      __syncwarp();
-      if (WARP == 32 || lane == 0) arrive(empty);
-      weights += 32; table += 512; block += BLOCK_BYTES; empty += 8;
-      if (empty == base + EMPTY + 8 * RING) { empty = base + EMPTY; block = base + ROWS; }
+    for (int n = 0; n < HEAD_TILES; n++) load_matrices2(x.weights[n], at.weights + n * 8 * WEIGHT_PITCH);
+    if (A_KIND == B_KIND || window) load_keys<A_KIND>(x.keys, at.block + value_place<A_KIND>(warp, g, t), (A_KIND == KIND_NVFP4 ? at.block + Record<KIND_NVFP4>::TABLE : at.table) + value_scale<A_KIND>(warp, g, t), warp, g);
+    else load_keys<B_KIND>(x.keys, at.block + value_place<B_KIND>(warp, g, t), (B_KIND == KIND_NVFP4 ? at.block + Record<KIND_NVFP4>::TABLE : at.table) + value_scale<B_KIND>(warp, g, t), warp, g);
+    at.weights += 32; at.table += 512; at.block += BLOCK_BYTES;
+    if (at.block == base + ROWS + RING * BLOCK_BYTES) at.block = base + ROWS;
+  }
+  DI void multiply(const Block& x, bool window) {
+    if (A_KIND == B_KIND || window) add_keys<A_KIND>(acc, x.weights, x.keys, warp);
+    else add_keys<B_KIND>(acc, x.weights, x.keys, warp);
+  }
+  // `count` blocks have been read.
+  template <int COUNT> DI void release(Walk& at) const {
+    fence_async();             // the reads come before the copies that overwrite the blocks
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < COUNT; i++) {
+      if (WARP == 32 || lane == 0) arrive(at.empty);
+      at.empty += 8;
+      if (at.empty == base + EMPTY + 8 * RING) at.empty = base + EMPTY;
+    }
+  }
+  // Two blocks at a time, if there are registers for them.
+  DI void add(Work work, Ring ring, int parity) {
+    const int blocks = work.blocks(), window = work.window();
+    Walk at = {base + ROWS + ring.place * BLOCK_BYTES, base + TABLES + parity * TABLES_BYTES,
+               base + WEIGHTS + parity * WEIGHTS_BYTES + (lane & 7) * WEIGHT_PITCH + ((lane >> 3) & 1) * 16, base + EMPTY + 8 * ring.place};
+    int i = 0;
+#pragma unroll 1
+    for (; PAIRS && i + 1 < blocks; i += 2) {
+      Block x, y;
+      load(x, at, i < window); load(y, at, i + 1 < window);
+      multiply(x, i < window); multiply(y, i + 1 < window);
+      release<2>(at);
+    }
+#pragma unroll 1
+    for (; i < blocks; i++) {
+      Block x;
+      load(x, at, i < window);
+      multiply(x, i < window);
+      release<1>(at);
     }
   }
   DI void pick(float (&v)[8], int n, int e) const {
@@ -103,7 +149,7 @@ struct Values {
         weight[n][e] = weight_of(x.maximum, x.sum, p.sink && head < p.heads ? load_float(end + SINKS + local * 4) : -INF, c1);
         if (warp == 0 && g == 0) write_statistics(p, token, head, x.maximum, x.sum, x.top);
       }
-    const float* table = p.unrotate_output ? rope_row(p, position_of(p, base, k)) : nullptr;
+    const uint32_t angles = p.unrotate_output ? base + ANGLES + (k & 3) * 256 : 0;
     __syncwarp();
     if (WARP == 32 || lane == 0) arrive(weights_empty);
     int even = head0 + 2 * t;
@@ -114,13 +160,13 @@ struct Values {
       for (int e = 0; e < 2; e++) {
         float v[8];
         pick(v, n, e);
-        store_head(p, token, 8 * n + even + e, v, weight[n][e], table, warp, g, group_mul);
+        store_head(p, token, 8 * n + even + e, v, weight[n][e], angles, warp, g, group_mul);
       }
   }
 #else
   // Sends the sums to those who write them; adds what this CTA was sent, a unit a warp, and writes it.
   DI void finish(int item, int rank) {
-    const float* table = p.unrotate_output ? rope_row(p, position_of(p, base, 0)) : nullptr;   // the CTA's only token
+    const uint32_t angles = p.unrotate_output ? base + ANGLES : 0;   // the CTA's only token
     __syncwarp();
     cluster_wait();                          // the others have started
     if (!OWN_SPACE) { cluster_arrive(); cluster_wait(); }   // no CTA uses its ring any more
@@ -155,7 +201,7 @@ struct Values {
         v[4] += high[r].x * e; v[5] += high[r].y * e; v[6] += high[r].z * e; v[7] += high[r].w * e;
       }
       if (w == 0 && g == 0) write_statistics(p, token, head0 + head, M, L, T);
-      store_head(p, token, head0 + head, v, weight_of(M, L, sink_of(p, head0 + head), c1), table, w, g, group_mul);
+      store_head(p, token, head0 + head, v, weight_of(M, L, sink_of(p, head0 + head), c1), angles, w, g, group_mul);
     }
   }
 #endif

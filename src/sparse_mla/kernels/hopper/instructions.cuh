@@ -25,13 +25,26 @@ DI void wait(uint32_t b, uint32_t parity) {
       ::"r"(b), "r"(parity) : "memory");
 }
 DI uint32_t uniform_least(uint32_t x) { uint32_t r; asm volatile("redux.sync.min.u32 %0, %1, 0xffffffff;" : "=r"(r) : "r"(x)); return r; }
-// A row to shared memory; its bytes count on the barrier. All lanes call it with the same values, one lane copies.
+// One lane of the warp, for what one lane does.
+DI bool one_lane() {
+  uint32_t r;
+  asm volatile("{.reg .pred p; elect.sync _|p, 0xffffffff; selp.u32 %0, 1, 0, p;}" : "=r"(r));
+  return r;
+}
+// A row to shared memory; its bytes count on the barrier. One lane calls it: for several the compiler makes a loop.
 DI void copy_row(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+      ::"r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
+}
+// The same for all lanes of a warp, which call it with the same values; one of them copies.
+DI void copy_row_together(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier) {
   asm volatile(
       "{\n.reg .pred q;\nelect.sync _|q, 0xffffffff;\n"
       "@q cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];\n}"
       ::"r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
 }
+DI void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int N> DI void copy_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory"); }
 // This thread's copies so far arrive on a barrier when they are done.
 DI void copies_arrive(uint32_t b) { asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(b) : "memory"); }
 DI float exp2_fast(float x) { float y; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
