@@ -264,8 +264,8 @@ DI void add_values(const Args& p, uint32_t base, int g, int w, int lane, int ran
   Ahead ahead = look_ahead(p, item0);
 #pragma unroll 1
   for (int i = 0; i < STAGES - 1; i++) {
-    // The third tile is asked for when the first is there: at the start every CTA waits for device memory.
-    if (i == 2 && (load_shared4(base + WHICH) & 3) != 2) wait(base + RAW_FULL, 0);
+    // The others are asked for when the first is there: at the start every CTA waits for device memory.
+    if (i == 1 && (load_shared4(base + WHICH) & 3) != 2) wait(base + RAW_FULL, 0);
     coming.start(base, i, i, 4 * g + w, true);
   }
   for (int item = item0; item < items; item += item_step) {
