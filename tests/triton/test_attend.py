@@ -15,6 +15,8 @@ from sparse_mla.kernels.triton import attend as body
 from sparse_mla.kernels.triton.configs import AttendConfig, attend_config, attend_splits
 
 SMALL = AttendConfig(16, 32, 4)
+SPREAD = AttendConfig(16, 64, 8)
+"""The config of few heads, which another loop serves; see `attend_spread.py`."""
 TRAPS = {
     "hole_probability": 0.2,
     "beyond_probability": 0.1,
@@ -48,11 +50,12 @@ def check(
     assert int(arrivals.abs().sum()) == 0  # the counters are ready for the next launch
 
 
+@pytest.mark.parametrize("config", [SMALL, SPREAD])
 @pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize("fp8", [False, True])
-def test_every_trap_at_once(fp8: bool, splits: int) -> None:
-    problem = make_problem(tokens=3, heads=8, window_keys=40, compressed_keys=70, **TRAPS)
-    check(problem, fp8=fp8, splits=splits)
+def test_every_trap_at_once(fp8: bool, splits: int, config: AttendConfig) -> None:
+    problem = make_problem(tokens=3, heads=8, window_keys=70, compressed_keys=130, **TRAPS)
+    check(problem, config=config, fp8=fp8, splits=splits)
 
 
 @pytest.mark.parametrize(
@@ -67,7 +70,8 @@ def test_every_trap_at_once(fp8: bool, splits: int) -> None:
     ],
 )
 @pytest.mark.parametrize("splits", [1, 2])
-def test_records(window: str, compressed: str, splits: int) -> None:
+@pytest.mark.parametrize("config", [SMALL, SPREAD])
+def test_records(window: str, compressed: str, splits: int, config: AttendConfig) -> None:
     problem = make_problem(
         tokens=2,
         heads=4,
@@ -77,7 +81,7 @@ def test_records(window: str, compressed: str, splits: int) -> None:
         compressed_record=compressed,
         **TRAPS,
     )
-    check(problem, splits=splits)
+    check(problem, config=config, splits=splits)
 
 
 @pytest.mark.parametrize("heads", [1, 2, 12, 16, 48])
@@ -107,11 +111,21 @@ def test_layouts(layout: Layout, query_layout: Layout, fp8: bool) -> None:
     check(problem, fp8=fp8, layout=layout, query_layout=query_layout)
 
 
+@pytest.mark.parametrize("fp8", [False, True])
+def test_spread_form_with_interleaved_layouts(fp8: bool) -> None:
+    problem = make_problem(tokens=2, heads=24, window_keys=40, **TRAPS)
+    layout = Layout.CHUNK_INTERLEAVED
+    check(problem, config=SPREAD, fp8=fp8, layout=layout, query_layout=layout)
+
+
+@pytest.mark.parametrize("config", [SMALL, SPREAD])
 @pytest.mark.parametrize("rotate_query", [False, True])
 @pytest.mark.parametrize("unrotate_output", [False, True])
-def test_rotations_are_independent(rotate_query: bool, unrotate_output: bool) -> None:
+def test_rotations_are_independent(
+    rotate_query: bool, unrotate_output: bool, config: AttendConfig
+) -> None:
     problem = make_problem(tokens=2, heads=8, window_keys=40, positions_dtype=torch.int32)
-    check(problem, rotate_query=rotate_query, unrotate_output=unrotate_output)
+    check(problem, config=config, rotate_query=rotate_query, unrotate_output=unrotate_output)
 
 
 @pytest.mark.parametrize("sink", [None, 20.0, float("inf"), float("-inf"), "random"])
@@ -123,9 +137,11 @@ def test_sinks_and_empty_rows(sink: object, lengths: str) -> None:
     check(problem, splits=2, fp8=True)
 
 
+@pytest.mark.parametrize("config", [SMALL, SPREAD])
 @pytest.mark.parametrize("width", [0, 1, 31, 32, 33, 133])
-def test_list_widths(width: int) -> None:
-    check(make_problem(tokens=2, heads=8, window_keys=width, compressed_keys=9, **TRAPS))
+def test_list_widths(width: int, config: AttendConfig) -> None:
+    problem = make_problem(tokens=2, heads=8, window_keys=width, compressed_keys=9, **TRAPS)
+    check(problem, config=config)
 
 
 @pytest.mark.parametrize("page_rows", [1, 2, 7, 64])

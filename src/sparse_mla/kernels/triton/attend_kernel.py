@@ -14,6 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from sparse_mla.kernels.triton.attend_spread import attend_spread, finite, tile_of
 from sparse_mla.kernels.triton.numbers import (
     inverse_ue8m0,
     materialise,
@@ -127,38 +128,11 @@ def _load_query(
 
 
 @triton.jit
-def _finite(maximum):
-    """The maximum, 0 where there is no key yet: differences of -inf would be NaN."""
-    return tl.where(maximum == float("-inf"), 0.0, maximum)
-
-
-@triton.jit
-def _tile_of(tile, boundary, first_set, second_set, MERGED: tl.constexpr):
-    """The set that a tile belongs to and the tile's number in it; a set is the tuple of its scalars."""
-    if not MERGED:
-        return first_set, tile
-    pages, indices, count, num_slots, page_rows, magic, shift, page_stride = first_set
-    pages2, indices2, count2, num_slots2, page_rows2, magic2, shift2, page_stride2 = second_set
-    inside = tile < boundary
-    chosen = (
-        tl.where(inside, pages, pages2),
-        tl.where(inside, indices, indices2),
-        tl.where(inside, count, count2),
-        tl.where(inside, num_slots, num_slots2),
-        tl.where(inside, page_rows, page_rows2),
-        tl.where(inside, magic, magic2),
-        tl.where(inside, shift, shift2),
-        tl.where(inside, page_stride, page_stride2),
-    )
-    return chosen, tl.where(inside, tile, tile - boundary)
-
-
-@triton.jit
 def _tile_lanes(tile, boundary, first_set, second_set, KEYS: tl.constexpr, MERGED: tl.constexpr):
     """int32 [KEYS]: what the list holds in a tile's lanes, -1 past its end. Not looked at yet, so that
     the loads stay in flight until `_valid_slots`.
     """
-    chosen, local = _tile_of(tile, boundary, first_set, second_set, MERGED)
+    chosen, local = tile_of(tile, boundary, first_set, second_set, MERGED)
     lanes = local * KEYS + tl.arange(0, KEYS)
     return tl.load(chosen[1] + lanes, mask=lanes < chosen[2], other=-1)
 
@@ -200,7 +174,7 @@ def _attend_tiles(
     registers, while this one is multiplied. With few heads the sums stay lane by lane until the end, which
     saves a reduction across warps in every tile; many heads have no registers left for either.
     """
-    chosen, _ = _tile_of(first, boundary, first_set, second_set, MERGED)
+    chosen, _ = tile_of(first, boundary, first_set, second_set, MERGED)
     lanes = _tile_lanes(first, boundary, first_set, second_set, KEYS, MERGED)
     slots = _valid_slots(lanes, chosen)
     HEADS: tl.constexpr = query.shape[0]
@@ -215,11 +189,11 @@ def _attend_tiles(
         sums = total
     for tile in tl.range(first, last, num_stages=1):
         if not AHEAD:
-            chosen, _ = _tile_of(tile, boundary, first_set, second_set, MERGED)
+            chosen, _ = tile_of(tile, boundary, first_set, second_set, MERGED)
             words, scales, tail = _load_rows(chosen, slots, RECORD)
         valid = slots >= 0
         keys = widen(words, scales, tail, RECORD, MODE)
-        chosen, _ = _tile_of(tile + 1, boundary, first_set, second_set, MERGED)
+        chosen, _ = tile_of(tile + 1, boundary, first_set, second_set, MERGED)
         slots = _valid_slots(lanes, chosen)
         if AHEAD:
             words, scales, tail = _load_rows(chosen, slots, RECORD)
@@ -227,7 +201,7 @@ def _attend_tiles(
         logits = product(query, tl.trans(keys), MODE) * scale_log2
         logits = tl.where(valid[None, :], logits, float("-inf"))
         new_max = tl.maximum(running_max, tl.max(logits, 1))
-        safe = _finite(new_max)
+        safe = finite(new_max)
         weights = tl.exp2(logits - safe[:, None])
         rescale = tl.exp2(running_max - safe)
         if FEW:
@@ -237,7 +211,7 @@ def _attend_tiles(
         acc = product_add(to_bf16(weights, MODE), keys, acc * rescale[:, None], MODE)
         running_max = new_max
     if FEW:
-        kept = total * tl.exp2(entry_max - _finite(running_max))
+        kept = total * tl.exp2(entry_max - finite(running_max))
         return acc, running_max, kept + tl.sum(sums, 1)
     else:  # noqa: RET505 - only the branch that is compiled may return
         return acc, running_max, sums
@@ -260,7 +234,7 @@ def _merge_splits(
         at = partial_stats + (split * num_heads + heads) * 2
         split_max = tl.load(at, mask=here, other=float("-inf"), cache_modifier=".cg")
         running_max = tl.maximum(running_max, split_max)
-    safe = _finite(running_max)
+    safe = finite(running_max)
     acc = tl.zeros([HEADS, DIM], tl.float32)
     total = tl.zeros([HEADS], tl.float32)
     for split in tl.range(0, active, num_stages=1):
@@ -431,14 +405,19 @@ def attend_kernel(
         first = tiles * split // active
         last = tiles * (split + 1) // active
 
-    query = _load_query(
-        q, out, token, heads, num_heads, q_token_stride, q_head_stride, positions, rope,
-        num_positions, HEADS, ROTATE_QUERY, QUERY_THROUGH_OUT, QUERY_INTERLEAVED,
-        256 if FP8 else 512, QUERY_ALIGNED, MODE,
+    SPREAD: tl.constexpr = (
+        HEADS == 16 and KEYS == 64 and AHEAD and WINDOW_RECORD.tail_dims == 0
+        and (EXTRA_RECORD is None or EXTRA_RECORD.tail_dims == 0)
     )  # fmt: skip
-    running_max = tl.full([HEADS], float("-inf"), tl.float32)
-    total = tl.zeros([HEADS], tl.float32)
-    acc = tl.zeros([HEADS, DIM], tl.float32)
+    if not SPREAD:
+        query = _load_query(
+            q, out, token, heads, num_heads, q_token_stride, q_head_stride, positions, rope,
+            num_positions, HEADS, ROTATE_QUERY, QUERY_THROUGH_OUT, QUERY_INTERLEAVED,
+            256 if FP8 else 512, QUERY_ALIGNED, MODE,
+        )  # fmt: skip
+        running_max = tl.full([HEADS], float("-inf"), tl.float32)
+        total = tl.zeros([HEADS], tl.float32)
+        acc = tl.zeros([HEADS, DIM], tl.float32)
     window_set = (
         window_pages, window_indices + token * window_index_stride, window_count, window_slots,
         window_page_rows, window_page_magic, window_page_shift, window_page_stride,
@@ -447,19 +426,26 @@ def attend_kernel(
         extra_pages, extra_indices + token * extra_index_stride, extra_count, extra_slots,
         extra_page_rows, extra_page_magic, extra_page_shift, extra_page_stride,
     )  # fmt: skip
-    MERGED: tl.constexpr = EXTRA_RECORD is not None and WINDOW_RECORD == EXTRA_RECORD
-    window_last = last if MERGED else tl.minimum(last, window_tiles)
-    acc, running_max, total = _attend_tiles(
-        tl.minimum(first, window_last), window_last, window_tiles, query, acc, running_max, total,
-        window_set, extra_set, scale_log2, WINDOW_RECORD, KEYS, MERGED, AHEAD, MODE,
-    )  # fmt: skip
-    if EXTRA_RECORD is not None and not MERGED:
-        acc, running_max, total = _attend_tiles(
-            tl.maximum(first, window_tiles) - window_tiles,
-            tl.maximum(last, window_tiles) - window_tiles,
-            0, query, acc, running_max, total,
-            extra_set, window_set, scale_log2, EXTRA_RECORD, KEYS, False, AHEAD, MODE,
+    if SPREAD:
+        acc, running_max, total = attend_spread(
+            q, positions, rope, token, head_block * HEADS, num_heads, q_token_stride, q_head_stride,
+            num_positions, first, last, window_tiles, window_set, extra_set, scale_log2,
+            WINDOW_RECORD, EXTRA_RECORD, ROTATE_QUERY, QUERY_INTERLEAVED, QUERY_ALIGNED, MODE,
         )  # fmt: skip
+    else:
+        MERGED: tl.constexpr = EXTRA_RECORD is not None and WINDOW_RECORD == EXTRA_RECORD
+        window_last = last if MERGED else tl.minimum(last, window_tiles)
+        acc, running_max, total = _attend_tiles(
+            tl.minimum(first, window_last), window_last, window_tiles, query, acc, running_max, total,
+            window_set, extra_set, scale_log2, WINDOW_RECORD, KEYS, MERGED, AHEAD, MODE,
+        )  # fmt: skip
+        if EXTRA_RECORD is not None and not MERGED:
+            acc, running_max, total = _attend_tiles(
+                tl.maximum(first, window_tiles) - window_tiles,
+                tl.maximum(last, window_tiles) - window_tiles,
+                0, query, acc, running_max, total,
+                extra_set, window_set, scale_log2, EXTRA_RECORD, KEYS, False, AHEAD, MODE,
+            )  # fmt: skip
     if SPLIT:
         if active > 1:
             row = token.to(tl.int64) * splits * num_heads
@@ -481,7 +467,7 @@ def attend_kernel(
                 partial + row * DIM, stats + row * 2, active, heads, num_heads, HEADS
             )
 
-    safe = _finite(running_max)
+    safe = finite(running_max)
     weight = total
     if SINK:
         weight += tl.exp2(tl.load(sink + heads, mask=here, other=0.0) * LOG2E - safe)

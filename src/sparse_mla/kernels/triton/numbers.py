@@ -41,6 +41,27 @@ mov.b32 {$0, $1}, lo;
 mov.b32 {$2, $3}, hi;
 }""")
 
+# The same in the order of `pairs_e4m3`: bytes 1 and 3 are at the top of their lanes as they come.
+_PAIRS_E4M3 = tl.constexpr("""
+{
+.reg .b32 even, odd, seven, sodd, up, zero;
+mov.b32 up, 0x7B807B80;
+mov.b32 zero, 0x80008000;
+and.b32 sodd, $4, zero;
+shr.u32 odd, $4, 4;
+lop3.b32 odd, odd, 0x07F007F0, sodd, 0xEA;
+shl.b32 seven, $4, 8;
+and.b32 seven, seven, zero;
+shl.b32 even, $4, 4;
+lop3.b32 even, even, 0x07F007F0, seven, 0xEA;
+fma.rn.bf16x2 even, even, up, zero;
+fma.rn.bf16x2 odd, odd, up, zero;
+fma.rn.bf16x2 even, even, $5, zero;
+fma.rn.bf16x2 odd, odd, $5, zero;
+mov.b32 {$0, $2}, even;
+mov.b32 {$1, $3}, odd;
+}""")
+
 # A word of eight e2m1 codes and a bf16 scale, twice in a word -> eight bf16 values. The magnitude bits
 # slide into the bf16 fields (worth value * 2**-126), the sign goes to the top of the lane.
 _WIDEN_E2M1 = tl.constexpr("""
@@ -242,23 +263,19 @@ def _interleave4(x0, x1, x2, x3):
 
 
 @triton.jit
-def widen_e4m3(words, scale, MODE: tl.constexpr):
-    """int32 words of four codes, float32 scales of their shape -> bf16 [..., 2, 2].
-
-    Exact where bf16 can hold the product. NaN codes (no finite row holds one) read as +-480 in PTX.
-    """
+def _four_e4m3(words, scale, TO_PAIRS: tl.constexpr, MODE: tl.constexpr):
+    """The four bf16 values of int32 words of four codes, float32 scales of their shape."""
     if MODE == "ptx":
-        x0, x1, x2, x3 = tl.inline_asm_elementwise(
-            _WIDEN_E4M3,
+        return tl.inline_asm_elementwise(
+            _PAIRS_E4M3 if TO_PAIRS else _WIDEN_E4M3,
             "=h,=h,=h,=h,r,r",
             [words, _twice(scale)],
             dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
             is_pure=True,
             pack=1,
         )
-        return _interleave4(x0, x1, x2, x3)
     wide = words.to(tl.uint32, bitcast=True)
-    return _interleave4(
+    return (
         round_bf16(decode_e4m3(wide & 255) * scale),
         round_bf16(decode_e4m3((wide >> 8) & 255) * scale),
         round_bf16(decode_e4m3((wide >> 16) & 255) * scale),
@@ -267,10 +284,27 @@ def widen_e4m3(words, scale, MODE: tl.constexpr):
 
 
 @triton.jit
-def widen_e2m1(words, scale, MODE: tl.constexpr):
-    """int32 words of eight codes, float32 scales of their shape -> bf16 [..., 2, 2, 2], exact."""
+def widen_e4m3(words, scale, MODE: tl.constexpr):
+    """int32 words of four codes, float32 scales of their shape -> bf16 [..., 2, 2].
+
+    Exact where bf16 can hold the product. NaN codes (no finite row holds one) read as +-480 in PTX.
+    """
+    x0, x1, x2, x3 = _four_e4m3(words, scale, False, MODE)
+    return _interleave4(x0, x1, x2, x3)
+
+
+@triton.jit
+def pairs_e4m3(words, scale, MODE: tl.constexpr):
+    """`widen_e4m3` with the last two axes exchanged: a register holds values 0 and 2, or 1 and 3."""
+    x0, x1, x2, x3 = _four_e4m3(words, scale, True, MODE)
+    return _interleave4(x0, x2, x1, x3)
+
+
+@triton.jit
+def _eight_e2m1(words, scale, MODE: tl.constexpr):
+    """The eight bf16 values of int32 words of eight codes, float32 scales of their shape."""
     if MODE == "ptx":
-        x0, x1, x2, x3, x4, x5, x6, x7 = tl.inline_asm_elementwise(
+        return tl.inline_asm_elementwise(
             _WIDEN_E2M1,
             "=h,=h,=h,=h,=h,=h,=h,=h,r,r",
             [words, _twice(scale)],
@@ -281,22 +315,31 @@ def widen_e2m1(words, scale, MODE: tl.constexpr):
             is_pure=True,
             pack=1,
         )  # fmt: skip
-        return tl.join(_interleave4(x0, x2, x4, x6), _interleave4(x1, x3, x5, x7))
     wide = words.to(tl.uint32, bitcast=True)
-    return tl.join(
-        _interleave4(
-            round_bf16(decode_e2m1(wide & 15) * scale),
-            round_bf16(decode_e2m1((wide >> 8) & 15) * scale),
-            round_bf16(decode_e2m1((wide >> 16) & 15) * scale),
-            round_bf16(decode_e2m1((wide >> 24) & 15) * scale),
-        ),
-        _interleave4(
-            round_bf16(decode_e2m1((wide >> 4) & 15) * scale),
-            round_bf16(decode_e2m1((wide >> 12) & 15) * scale),
-            round_bf16(decode_e2m1((wide >> 20) & 15) * scale),
-            round_bf16(decode_e2m1((wide >> 28) & 15) * scale),
-        ),
+    return (
+        round_bf16(decode_e2m1(wide & 15) * scale),
+        round_bf16(decode_e2m1((wide >> 4) & 15) * scale),
+        round_bf16(decode_e2m1((wide >> 8) & 15) * scale),
+        round_bf16(decode_e2m1((wide >> 12) & 15) * scale),
+        round_bf16(decode_e2m1((wide >> 16) & 15) * scale),
+        round_bf16(decode_e2m1((wide >> 20) & 15) * scale),
+        round_bf16(decode_e2m1((wide >> 24) & 15) * scale),
+        round_bf16(decode_e2m1((wide >> 28) & 15) * scale),
     )
+
+
+@triton.jit
+def widen_e2m1(words, scale, MODE: tl.constexpr):
+    """int32 words of eight codes, float32 scales of their shape -> bf16 [..., 2, 2, 2], exact."""
+    x0, x1, x2, x3, x4, x5, x6, x7 = _eight_e2m1(words, scale, MODE)
+    return tl.join(_interleave4(x0, x2, x4, x6), _interleave4(x1, x3, x5, x7))
+
+
+@triton.jit
+def pairs_e2m1(words, scale, MODE: tl.constexpr):
+    """`widen_e2m1` with the last two axes exchanged, as `pairs_e4m3`."""
+    x0, x1, x2, x3, x4, x5, x6, x7 = _eight_e2m1(words, scale, MODE)
+    return tl.join(_interleave4(x0, x1, x4, x5), _interleave4(x2, x3, x6, x7))
 
 
 @triton.jit
@@ -316,6 +359,11 @@ def materialise(values, MODE: tl.constexpr):
     """
     if MODE == "ptx":
         return tl.inline_asm_elementwise(
-            "mov.b32 $0, $1;", "=r,r", [values], dtype=tl.bfloat16, is_pure=False, pack=2
+            "mov.b32 $0, $1;",
+            "=r,r",
+            [values],
+            dtype=values.dtype,
+            is_pure=False,
+            pack=32 // values.dtype.primitive_bitwidth,
         )
     return values
