@@ -211,19 +211,24 @@ def quantise_e4m3(x, HARDWARE: tl.constexpr):
 
 
 @triton.jit
-def e2m1_quotient(x, scale, MODE: tl.constexpr):
-    """float32 x / scale as `encode_e2m1` rounds it, for x of bf16 precision and e4m3 scales.
+def e2m1_of_quotient(magnitude, scale, MODE: tl.constexpr):
+    """int32 code 0..7 of |x| / scale, for int32 bits of |x| of bf16 precision and e4m3 scales.
 
     Such a quotient is a rounding boundary of e2m1 or away from it by more than 2**-13 of itself, so it
-    only has to be exact where it is a boundary. One step of Newton's method gives that; values that
-    saturate anyway are cut off before, because infinity would not survive it. NaN is not looked at.
+    only has to be exact where it is a boundary. One step of Newton's method gives that; of infinity it makes
+    a positive NaN, whose bits saturate like those of infinity. Of a NaN the code means nothing.
+    Times 2**-126 the quotient's bits count as those of e2m1 do, values below 1 included.
     """
+    x = magnitude.to(tl.float32, bitcast=True)
     if MODE == "interpreted":
-        return tl.div_rn(x, tl.broadcast_to(scale, x.shape))
-    inverse = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
-    x = tl.minimum(tl.maximum(x, -1048576.0), 1048576.0)
-    guess = x * inverse
-    return tl.fma(tl.fma(-guess, scale, x), inverse, guess)
+        quotient = tl.div_rn(x, tl.broadcast_to(scale, x.shape))
+    else:
+        inverse = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
+        guess = x * inverse
+        quotient = tl.fma(tl.fma(-guess, scale, x), inverse, guess)
+    bits = (quotient * 1.1754943508222875e-38).to(tl.int32, bitcast=True)
+    bits = tl.minimum(bits, 0x01C00000)  # 6.0
+    return (bits + 0x1FFFFF + ((bits >> 22) & 1)) >> 22
 
 
 @triton.jit

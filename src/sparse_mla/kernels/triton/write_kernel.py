@@ -10,8 +10,7 @@ from sparse_mla.kernels.triton.numbers import (
     INVERSE_E2M1_MAX,
     SMALLEST_E4M3,
     decode_e4m3,
-    e2m1_quotient,
-    encode_e2m1,
+    e2m1_of_quotient,
     from_bf16,
     inverse_ue8m0,
     quantise_e4m3,
@@ -70,12 +69,13 @@ def _store_row(
     BLOCKS: tl.constexpr = RECORD.dim // RECORD.scale_block
     SIZE: tl.constexpr = RECORD.scale_block
     blocks = tl.reshape(values, [N, BLOCKS, SIZE])
-    magnitude = blocks.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    nan = magnitude > 0x7F800000
-    amax = tl.max(tl.where(nan, 0, magnitude), 2).to(tl.float32, bitcast=True)
+    bits = blocks.to(tl.int32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
     block = tl.arange(0, BLOCKS)[None, :]
     here = valid[:, None]
     if RECORD.value_bits == 8:
+        numbers = tl.where(magnitude > 0x7F800000, 0, magnitude)
+        amax = tl.max(numbers, 2).to(tl.float32, bitcast=True)
         byte = ue8m0_byte(amax)
         codes = quantise_e4m3(blocks * inverse_ue8m0(byte)[:, :, None], HARDWARE_E4M3)
         codes = tl.reshape(codes, [N, DIM])
@@ -83,12 +83,15 @@ def _store_row(
         byte_index = tl.arange(0, DIM)[None, :]
         kept = here & (byte_index < RECORD.quantised_dims)
     else:
+        largest = tl.max(magnitude, 2)
+        spoilt = largest > 0x7F800000  # e2m1 has no NaN: the scale takes it
+        amax = tl.where(spoilt, 0, largest).to(tl.float32, bitcast=True)
         ratio = tl.minimum(tl.maximum(amax * INVERSE_E2M1_MAX, SMALLEST_E4M3), E4M3_MAX)
         scale = quantise_e4m3(ratio, HARDWARE_E4M3)
-        ratios = e2m1_quotient(blocks, decode_e4m3(scale)[:, :, None], MODE)
-        low, high = tl.split(tl.reshape(encode_e2m1(ratios), [N, DIM // 2, 2]))
+        codes = e2m1_of_quotient(magnitude, decode_e4m3(scale)[:, :, None], MODE)
+        codes |= (bits >> 28) & 8
+        low, high = tl.split(tl.reshape(codes, [N, DIM // 2, 2]))
         codes = tl.reshape(low | (high << 4), [N, BLOCKS, SIZE // 2])
-        spoilt = tl.max(nan.to(tl.int32), 2) != 0  # e2m1 has no NaN: the scale takes it
         codes = tl.reshape(tl.where(spoilt[:, :, None], 0, codes), [N, DIM // 2]).to(tl.uint8)
         scale = tl.where(spoilt, 0x7F, scale).to(tl.uint8)
         byte_index = tl.arange(0, DIM // 2)[None, :]
