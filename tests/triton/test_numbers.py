@@ -40,6 +40,14 @@ def apply(which: str, x: Tensor, dtype: torch.dtype) -> Tensor:
     return out
 
 
+@triton.jit
+def e2m1_kernel(magnitudes, scale, out, COUNT: tl.constexpr):
+    at = tl.arange(0, COUNT)
+    divisor = tl.load(scale + at * 0)
+    code = numbers.e2m1_of_quotient(tl.load(magnitudes + at), divisor, "interpreted")
+    tl.store(out + at, code.to(tl.uint8))
+
+
 def floats(count: int = 65536) -> Tensor:
     """Normal values over 26 binades, and the values that formats trip over."""
     generator = torch.Generator().manual_seed(0)
@@ -65,6 +73,16 @@ def test_every_code_decodes_as_in_the_codec(which: str) -> None:
 def test_values_encode_as_in_the_codec(which: str) -> None:
     x = floats()
     assert torch.equal(apply(which, x, torch.uint8), getattr(codec, which)(x))
+
+
+def test_every_bf16_number_by_every_scale_rounds_to_e2m1_as_in_the_codec() -> None:
+    count = 1 << 15
+    magnitudes = torch.arange(count, dtype=torch.int32).clamp(max=0x7F80) << 16  # to infinity
+    numbers_of_bf16 = magnitudes.view(torch.float32)
+    for scale in codec.decode_e4m3(CODES[1:0x7F]):
+        got = torch.empty(count, dtype=torch.uint8)
+        e2m1_kernel[(1,)](magnitudes, scale.reshape(1), got, count)
+        assert torch.equal(got, codec.encode_e2m1(numbers_of_bf16 / scale))
 
 
 def test_every_nan_is_one_code_and_infinities_saturate() -> None:
