@@ -97,7 +97,7 @@ struct Values {
     if (A_KIND == B_KIND || window) add_keys<A_KIND>(acc, x.weights, x.keys, warp);
     else add_keys<B_KIND>(acc, x.weights, x.keys, warp);
   }
-  // `count` blocks have been read.
+  // COUNT blocks have been read.
   template <int COUNT> DI void release(Walk& at) const {
     fence_async();             // the reads come before the copies that overwrite the blocks
     __syncwarp();
