@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 import re
 import shutil
 import subprocess
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from sparse_mla.kernels.contract import AttendCall, AttendOut
+from sparse_mla.kernels.contract import AttendCall, AttendOut, KeySet
 from sparse_mla.kernels.hopper import attend as hopper
 from sparse_mla.kernels.hopper.bodies import (
     FEW_HEADS,
@@ -23,6 +25,12 @@ from sparse_mla.kernels.hopper.bodies import (
 from sparse_mla.kernels.hopper.build import MANY_HEADS, Variant
 from sparse_mla.testing.compare import HOPPER_BODY, assert_matches_oracle
 from sparse_mla.testing.inputs import AttendProblem
+
+_spec = importlib.util.spec_from_file_location("fences", Path(__file__).parents[1] / "fences.py")
+assert _spec is not None
+assert _spec.loader is not None
+fences = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(fences)
 
 COMPILER = shutil.which("g++")
 NVCC = shutil.which("nvcc")
@@ -52,6 +60,24 @@ def kernel_text(source: str) -> str:
     for pattern, replacement in REPLACED:
         text = re.sub(pattern, replacement, text)
     return text
+
+
+def between_fences(call: AttendCall, out: AttendOut) -> tuple[AttendCall, AttendOut, Any]:
+    """A launch whose tensors all lie between pages that nobody may touch, and what copies its results back."""
+    made = fences.Fences(alignment=16)
+
+    def tensors(owner: Any, *names: str) -> dict[str, Any]:
+        found = {name: getattr(owner, name) for name in names}
+        return {name: made.around(tensor) for name, tensor in found.items() if tensor is not None}
+
+    def keys(key_set: KeySet) -> KeySet:
+        cache = replace(key_set.cache, **tensors(key_set.cache, "pages"))
+        return replace(key_set, cache=cache, **tensors(key_set, "indices", "lengths"))
+
+    compressed = None if call.compressed is None else keys(call.compressed)
+    own = tensors(call, "q", "sink", "positions", "rope")
+    moved = replace(call, window=keys(call.window), compressed=compressed, **own)
+    return moved, replace(out, **tensors(out, "data", "scales", "lse", "max_logits")), made
 
 
 class Emulator:
@@ -104,11 +130,13 @@ class Emulator:
             block = block_heads(call.num_heads, 1, True) if few else MANY_HEADS_BLOCK
         variant = hopper.variant_of(call, out, block, splits)
         head_blocks = -(-call.num_heads // block)
+        call, out, made = between_fences(replace(call, q=hopper._readable_query(call)), out)
         query = hopper._readable_query(call)
         arguments = hopper._arguments(call, out, query, head_blocks)
         items = call.num_tokens * head_blocks
         grid = items * splits if splits > 1 else min(items, ctas)
         assert self.library(body, variant).emulate(ctypes.byref(arguments), grid, seed) == 0
+        made.copy_back()
 
     def check(
         self,

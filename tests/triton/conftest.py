@@ -11,7 +11,7 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is decorated, so before any import
 
 
-_spec = importlib.util.spec_from_file_location("fences", Path(__file__).with_name("fences.py"))
+_spec = importlib.util.spec_from_file_location("fences", Path(__file__).parents[1] / "fences.py")
 assert _spec is not None
 assert _spec.loader is not None
 fences = importlib.util.module_from_spec(_spec)
