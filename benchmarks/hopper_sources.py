@@ -1,122 +1,112 @@
-"""Several sources of the 64-head Hopper kernel side by side: each checked against the oracle, then timed in one process.
+"""Several versions of the Hopper kernels side by side: each checked against the oracle, then timed in one process.
 
-    python benchmarks/hopper_sources.py landed other=other_attend.cu
+    python benchmarks/hopper_sources.py "8x128 8x512 64x512 64x128:v4 64x132+3968" landed other=FOLDER
 
-`landed` is the source in the package. A source states its threads in `__launch_bounds__` and its shared
-memory as the constant SHARED_BYTES; it may include the headers of the package's source.
+A case is HEADSxTOKENS, then the records (`:mxfp8` unless stated, `:nvfp4` of the compressed set, `:v4` of both) and the compressed
+keys (512 unless stated). `landed` are the sources of the package, a folder holds .cu and .cuh files of the same names. With
+`--check` results are compared and nothing is timed, so that several processes can compile at once.
 """
 
 from __future__ import annotations
 
 import argparse
 import re
-from dataclasses import replace
 from pathlib import Path
 
 import common
 import torch
 from attend import Case, build, ragged_problem
 
-from sparse_mla.cache.records import MXFP8, NVFP4, V4, RecordFormat
+from sparse_mla.cache.records import MXFP8, NVFP4, V4
 from sparse_mla.kernels.contract import Layout
-from sparse_mla.kernels.hopper import attend as host
+from sparse_mla.kernels.hopper import attend as hopper
 from sparse_mla.kernels.hopper import build as builder
-from sparse_mla.kernels.hopper.bodies import MANY_HEADS_BLOCK, Body
+from sparse_mla.kernels.hopper.bodies import Body
 from sparse_mla.testing.compare import HOPPER_BODY, assert_matches_oracle
 
-LANDED = builder.MANY_HEADS
-CASES = {
-    "T=128": Case(128, 64),
-    "T=512": Case(512, 64),
-    "132 x 4096": Case(132, 64, compressed_keys=3968),
-}
-ALL_CASES = CASES | {
-    "T=1": Case(1, 64),
-    "T=32": Case(32, 64),
-    "T=64": Case(64, 64),
-    "T=256": Case(256, 64),
-    "T=4096": Case(4096, 64),
-    "128 heads": Case(128, 128),
-    "288 bytes": Case(128, 64, MXFP8, NVFP4),
-    "584 bytes": Case(128, 64, V4, V4),
-    "132 x 16384": Case(132, 64, compressed_keys=16256),
-}
-REPEATS = 20
+RECORDS = {"mxfp8": (MXFP8, MXFP8), "nvfp4": (MXFP8, NVFP4), "v4": (V4, V4)}
+CHECKED_TOKENS = (5, 150)
+"""Rows that are split, and more rows than multiprocessors."""
+LANDED_SOURCE = Body.source
 
 
-def body_of(path: Path) -> Body:
-    """A source file as a kernel body."""
-    text = path.read_text()
-    threads = re.search(r"__launch_bounds__\((\d+),", text)
-    shared = re.search(r"constexpr int SHARED_BYTES = (\d+);", text)
-    if threads is None or shared is None:
-        raise SystemExit(f"{path} states no __launch_bounds__ or no SHARED_BYTES")
-    return replace(
-        LANDED,
-        name=path.stem,
-        file=str(path.resolve()),
-        threads=int(threads[1]),
-        shared_bytes=int(shared[1]),
-    )
+def case_of(text: str) -> Case:
+    """`HEADSxTOKENS[:record][+keys]`."""
+    found = re.fullmatch(r"(\d+)x(\d+)(?::(\w+))?(?:\+(\d+))?", text)
+    if found is None or (found[3] or "mxfp8") not in RECORDS:
+        raise SystemExit(f"{text} is no case, see --help")
+    window, compressed = RECORDS[found[3] or "mxfp8"]
+    return Case(int(found[2]), int(found[1]), window, compressed, 128, int(found[4] or 512))
 
 
-def use(body: Body) -> None:
-    """Launches take this source from now on, also where another body would be faster."""
-    host.block_heads = lambda *_: MANY_HEADS_BLOCK
-    builder.MANY_HEADS = body
+def use(folder: Path | None) -> None:
+    """Launches take the sources of this folder from now on, None: those of the package."""
+
+    def source(body: Body) -> str:
+        if folder is None:
+            return LANDED_SOURCE(body)
+        text = (folder / body.file).read_text()
+        for name in body.headers:
+            header = (folder / name).read_text().replace("#pragma once", "")
+            text = text.replace(f'#include "{name}"', header)
+        return text
+
+    Body.source = source  # type: ignore[method-assign]
     builder.function.cache_clear()
 
 
-def check(window: RecordFormat, compressed: RecordFormat, tokens: int, invariant: bool) -> None:
-    """The oracle and bitwise equal repeats; raises if either does not hold."""
-    problem = ragged_problem(Case(tokens, 64, window, compressed), tokens)
-    call = replace(problem.call(), batch_invariant=invariant)
-    for lse in (True, False):
-        out = problem.allocate_out(
-            fp8=True, layout=Layout.CHUNK_INTERLEAVED, lse=lse, max_logits=lse
-        )
-        host.attend(call, out)
+def check(case: Case) -> None:
+    """The oracle, for few and for many rows; raises if it does not hold."""
+    for tokens in CHECKED_TOKENS:
+        few = Case(tokens, case.heads, case.window, case.compressed)
+        problem = ragged_problem(few, tokens)
+        call = problem.call()
+        out = problem.allocate_out(fp8=True, layout=Layout.CHUNK_INTERLEAVED)
+        hopper.attend(call, out)
         assert_matches_oracle(call, out, HOPPER_BODY)
-        first = out.data.clone()
-        for _ in range(REPEATS):
-            host.attend(call, out)
-        assert torch.equal(first.view(torch.uint8), out.data.view(torch.uint8)), "repeats differ"
 
 
-def measure(case: Case, bodies: dict[str, Body]) -> list[float]:
-    """Microseconds of each body, the same calls for all."""
+def measure(case: Case, folders: dict[str, Path | None]) -> dict[str, float]:
+    """Microseconds of each version, the same calls for all; the least of two turns, there and back."""
     problem, calls = build(case, case.window, case.compressed)
     out = problem.allocate_out(
         fp8=True, layout=Layout.CHUNK_INTERLEAVED, lse=False, max_logits=False
     )
-    micros = []
-    for body in bodies.values():
-        use(body)
-        host.attend(calls[0], out)  # compiles
-        micros.append(
-            common.time_launches([lambda call=call: host.attend(call, out) for call in calls])
-        )
-    return micros
+    best = dict.fromkeys(folders, float("inf"))
+    for names in (list(folders), list(reversed(folders))):
+        for name in names:
+            use(folders[name])
+            hopper.attend(calls[0], out)  # compiles
+            micros = common.time_launches(
+                [lambda call=call: hopper.attend(call, out) for call in calls]
+            )
+            best[name] = min(best[name], micros)
+    torch.cuda.synchronize()
+    return best
 
 
 def main() -> None:
-    """Check and time every source that was named."""
-    parser = argparse.ArgumentParser(description="Sources of the 64-head Hopper kernel.")
-    parser.add_argument("sources", nargs="+", help="`landed` or NAME=PATH of a .cu file")
-    parser.add_argument("--all", action="store_true", help="every case of the table in the docs")
+    """Check and time every version that was named."""
+    parser = argparse.ArgumentParser(description="Versions of the Hopper kernels.")
+    parser.add_argument("cases", help="in one argument, see above")
+    parser.add_argument("sources", nargs="+", help="`landed` or NAME=FOLDER")
+    parser.add_argument("--check", action="store_true")
     arguments = parser.parse_args()
     named = [source.partition("=") for source in arguments.sources]
-    bodies = {name: body_of(Path(path)) if path else LANDED for name, _, path in named}
-    for name, body in bodies.items():
-        use(body)
-        for window, compressed in ((MXFP8, MXFP8), (MXFP8, NVFP4), (V4, V4)):
-            for tokens, invariant in ((5, True), (150, False), (9, False)):
-                check(window, compressed, tokens, invariant)
-        print(f"{name}: matches the oracle, repeats are equal", flush=True)
-    for name, case in (ALL_CASES if arguments.all else CASES).items():
-        micros = measure(case, bodies)
-        row = "  ".join(f"{key} {value:8.1f} us" for key, value in zip(bodies, micros, strict=True))
-        print(f"{name:12}  {row}", flush=True)
+    folders = {name: Path(path) if path else None for name, _, path in named}
+    for case in map(case_of, arguments.cases.split()):
+        for folder in folders.values():
+            use(folder)
+            check(case)
+        if arguments.check:
+            continue
+        times = measure(case, folders)
+        row = "  ".join(f"{name} {micros:8.2f} us" for name, micros in times.items())
+        records = f"{case.window.name} {case.compressed.name}"
+        keys = f"{case.window_keys}+{case.compressed_keys}"
+        print(
+            f"heads {case.heads:3} tokens {case.tokens:4} {records:13} {keys:8} {row}", flush=True
+        )
 
 
 if __name__ == "__main__":

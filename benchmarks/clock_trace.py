@@ -1,0 +1,142 @@
+"""Where the clocks of one launch of `few_heads.cu` go, by role and tile: means over the CTAs, from the CTA's start.
+
+    python benchmarks/clock_trace.py --heads 8 --tokens 512 [--sources FOLDER]
+
+Stamps of the multiprocessor's clock are put into a copy of the sources where EDITS say; they cost 50 to 100 clocks each. The launch is
+the last of several on other rows, so that nothing of its rows is in the L2.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+PACKAGE_SOURCES = Path(__file__).parents[1] / "src" / "sparse_mla" / "kernels" / "hopper"
+ROLES = {
+    "producers": (slice(16, 20), ("begin", "first free", "second free", "end")),
+    "scores": (slice(0, 8), ("begin", "rows", "scored", "weighed")),
+    "values": (slice(8, 16), ("begin", "weights", "added", "end")),
+}
+"""Role -> (its warps, what its stamps of a tile mean)."""
+STAMP = """// [CTA][warp][tile, or 30 + token, or 63 for the start][event]
+__device__ unsigned int stamps[132 * 20 * 64 * 4];
+DI void stamp(int warp, int n, int event) {
+  if ((threadIdx.x & 31) != 0 || n >= 64) return;
+  unsigned int clocks;
+  asm volatile("mov.u32 %0, %%clock;" : "=r"(clocks) :: "memory");
+  stamps[((blockIdx.x * 20 + warp) * 64 + n) * 4 + event] = clocks;
+}"""
+EDITS: dict[str, tuple[tuple[str, str], ...]] = {
+    "few_heads.cu": (
+        ("uint8_t zero_row[640];", "uint8_t zero_row[640];\n" + STAMP),
+        ("  while (work.exists()) {\n", "  int seen = 0;\n  while (work.exists()) {\n    stamp(16 + w, seen, 0);\n"),
+        ("      wait(base + EMPTY + 8 * at.place, at.round ^ 1);\n",
+         "      wait(base + EMPTY + 8 * at.place, at.round ^ 1);\n      stamp(16 + w, seen, 1 + h);\n"),
+        ("    ring = ring.ahead(work.blocks());\n    work = next_work;\n",
+         "    stamp(16 + w, seen++, 3);\n    ring = ring.ahead(work.blocks());\n    work = next_work;\n"),
+        ("  wait_for_launch_before();\n", "  wait_for_launch_before();\n  stamp(warp, 63, 0);\n"),
+    ),
+    "few_heads_scores.cuh": (
+        ("  float S[HEAD_TILES][4];\n\n", "  float S[HEAD_TILES][4];\n  int seen;\n\n"),
+        ("    Cursor cursor;\n    if (warp == 7) {\n", "    Cursor cursor;\n    seen = 0;\n    if (warp == 7) {\n"),
+        ("    const bool active = warp < work.blocks();\n",
+         "    const bool active = warp < work.blocks();\n    stamp(warp, seen, 0);\n"),
+        ("    wait(base + FULL + 8 * at.place, at.round);\n",
+         "    wait(base + FULL + 8 * at.place, at.round);\n    stamp(warp, seen, 1);\n"),
+        ("    bool grew = false;\n", "    stamp(warp, seen, 2);\n    bool grew = false;\n"),
+        ("    publish(work.bits |", "    stamp(warp, seen++, 3);\n    publish(work.bits |"),
+        ("      finish(n, rank);\n", "      stamp(warp, 30 + n, 0);\n      finish(n, rank);\n      stamp(warp, 30 + n, 1);\n"),
+        ("      q.load();\n", "      q.load();\n      if (n > 0) stamp(warp, 29 + n, 2);\n"),
+    ),
+    "few_heads_values.cuh": (
+        ("    while (true) {\n", "    int seen = 0;\n    while (true) {\n      stamp(8 + warp, seen, 0);\n"),
+        ("      if (!work.exists()) break;\n", "      if (!work.exists()) break;\n      stamp(8 + warp, seen, 1);\n"),
+        ("      add(work, ring, parity);\n", "      add(work, ring, parity);\n      stamp(8 + warp, seen, 2);\n"),
+        ("      ring = ring.ahead(work.blocks());\n", "      stamp(8 + warp, seen++, 3);\n      ring = ring.ahead(work.blocks());\n"),
+    ),
+}  # fmt: skip
+"""File -> (text that stands there once, what replaces it)."""
+
+
+def stamped(name: str, text: str) -> str:
+    """A source with stamps.
+
+    Raises:
+        ValueError: a place is not there, or not once: the kernel has changed, and EDITS must follow.
+    """
+    for place, replacement in EDITS.get(name, ()):
+        if text.count(place) != 1:
+            raise ValueError(f"{name} has {text.count(place)} times: {place!r}")
+        text = text.replace(place, replacement)
+    return text
+
+
+def clocks_of(heads: int, tokens: int, sources: Path) -> Any:
+    """int64 array [CTA 132, warp 20, tile or token 64, event 4]: clocks since the CTA's start."""
+    import numpy as np
+    import torch
+    from attend import Case, build
+    from cuda.bindings import driver
+
+    from sparse_mla.cache.records import MXFP8
+    from sparse_mla.kernels.contract import Layout
+    from sparse_mla.kernels.hopper import attend as hopper
+    from sparse_mla.kernels.hopper.bodies import Body
+
+    def source(body: Body) -> str:
+        text = stamped(body.file, (sources / body.file).read_text())
+        for name in body.headers:
+            header = stamped(name, (sources / name).read_text())
+            text = text.replace(f'#include "{name}"', header.replace("#pragma once", ""))
+        return text
+
+    modules = []
+    load = driver.cuModuleLoadData
+
+    def load_and_keep(code: bytes) -> tuple[Any, ...]:
+        result = load(code)
+        modules.append(result[1])
+        return result
+
+    Body.source = source  # type: ignore[method-assign]
+    driver.cuModuleLoadData = load_and_keep
+    problem, calls = build(Case(tokens, heads), MXFP8, MXFP8)
+    out = problem.allocate_out(
+        fp8=True, layout=Layout.CHUNK_INTERLEAVED, lse=False, max_logits=False
+    )
+    for call in calls[:4] * 2:
+        hopper.attend(call, out)
+    torch.cuda.synchronize()
+    _, address, size = driver.cuModuleGetGlobal(modules[-1], b"stamps")
+    stamps = np.zeros(size // 4, np.uint32)
+    driver.cuMemcpyDtoH(stamps.ctypes.data, address, size)
+    clocks = stamps.reshape(132, 20, 64, 4).astype(np.int64)
+    start = clocks[:, :, 63, 0].min(axis=1)
+    return (clocks - start[:, None, None, None]) & 0xFFFFFFFF
+
+
+def main() -> None:
+    """Trace one kind of call."""
+    parser = argparse.ArgumentParser(description="Clocks of one launch of the few-heads kernel.")
+    parser.add_argument("--heads", type=int, default=8)
+    parser.add_argument("--tokens", type=int, default=128, help="above 66, so that none is split")
+    parser.add_argument("--sources", type=Path, default=PACKAGE_SOURCES)
+    options = parser.parse_args()
+    clocks = clocks_of(options.heads, options.tokens, options.sources)
+    rounds = -(-options.tokens // 132)
+    ctas = slice(0, options.tokens - 132 * (rounds - 1))  # those with most tokens
+    for tile in range(min(5 * rounds, 30)):
+        for role, (warps, events) in ROLES.items():
+            means = clocks[ctas, warps, tile].mean(axis=(0, 1))
+            row = "  ".join(
+                f"{event} {mean:7.0f}" for event, mean in zip(events, means, strict=True)
+            )
+            print(f"tile {tile:2} {role:9} {row}")
+    for token in range(rounds - 1):
+        over, told, there, _ = clocks[ctas, 0:8, 30 + token].mean(axis=(0, 1))
+        print(f"token {token}: scores over {over:.0f}, told {told:.0f}, next query {there:.0f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,39 @@
+"""`benchmarks/clock_trace.py` still finds its places in the kernel, and what it makes compiles. No GPU needed."""
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from sparse_mla.cache.records import MXFP8
+from sparse_mla.kernels.hopper.bodies import FEW_HEADS, SOURCE_FOLDER, Body
+from sparse_mla.kernels.hopper.build import Variant
+
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "clock_trace.py"
+
+
+def test_stamped_sources_compile(
+    ptxas: Callable[[Variant, Path], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not SCRIPT.is_file():
+        pytest.skip(f"{SCRIPT.name} is not here: only the repository has it")
+    spec = importlib.util.spec_from_file_location("clock_trace", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    trace = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(trace)
+    assert set(trace.EDITS) <= {FEW_HEADS.file, *FEW_HEADS.headers}
+
+    def source(body: Body) -> str:
+        text = trace.stamped(body.file, (SOURCE_FOLDER / body.file).read_text())
+        for name in body.headers:
+            header = trace.stamped(name, (SOURCE_FOLDER / name).read_text())
+            text = text.replace(f'#include "{name}"', header.replace("#pragma once", ""))
+        return text
+
+    monkeypatch.setattr(Body, "source", source)
+    variant = Variant(MXFP8, MXFP8, 1, True, True, False, 1)
+    put_in = sum(text.count("stamp(") for edits in trace.EDITS.values() for _, text in edits)
+    assert FEW_HEADS.source().count("stamp(") == put_in
+    assert "registers" in ptxas(variant, tmp_path)
