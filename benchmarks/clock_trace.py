@@ -9,10 +9,12 @@ the last of several on other rows, so that nothing of its rows is in the L2.
 from __future__ import annotations
 
 import argparse
+import tempfile
 from pathlib import Path
 from typing import Any
 
-PACKAGE_SOURCES = Path(__file__).parents[1] / "src" / "sparse_mla" / "kernels" / "hopper"
+from sparse_mla.kernels.hopper.bodies import SOURCE_FOLDER
+
 ROLES = {
     "producers": (slice(16, 20), ("begin", "first free", "second free", "end")),
     "scores": (slice(0, 8), ("begin", "rows", "scored", "weighed")),
@@ -72,24 +74,23 @@ def stamped(name: str, text: str) -> str:
     return text
 
 
+def stamp_folder(sources: Path, to: Path) -> None:
+    """Copies all sources, with stamps, into a folder that is there."""
+    for path in sources.glob("*.cu*"):
+        (to / path.name).write_text(stamped(path.name, path.read_text()))
+
+
 def clocks_of(heads: int, tokens: int, sources: Path) -> Any:
     """int64 array [CTA 132, warp 20, tile or token 64, event 4]: clocks since the CTA's start."""
     import numpy as np
     import torch
     from attend import Case, build
     from cuda.bindings import driver
+    from hopper_sources import use
 
     from sparse_mla.cache.records import MXFP8
     from sparse_mla.kernels.contract import Layout
     from sparse_mla.kernels.hopper import attend as hopper
-    from sparse_mla.kernels.hopper.bodies import Body
-
-    def source(body: Body) -> str:
-        text = stamped(body.file, (sources / body.file).read_text())
-        for name in body.headers:
-            header = stamped(name, (sources / name).read_text())
-            text = text.replace(f'#include "{name}"', header.replace("#pragma once", ""))
-        return text
 
     modules = []
     load = driver.cuModuleLoadData
@@ -99,14 +100,16 @@ def clocks_of(heads: int, tokens: int, sources: Path) -> Any:
         modules.append(result[1])
         return result
 
-    Body.source = source  # type: ignore[method-assign]
     driver.cuModuleLoadData = load_and_keep
     problem, calls = build(Case(tokens, heads), MXFP8, MXFP8)
     out = problem.allocate_out(
         fp8=True, layout=Layout.CHUNK_INTERLEAVED, lse=False, max_logits=False
     )
-    for call in calls[:4] * 2:
-        hopper.attend(call, out)
+    with tempfile.TemporaryDirectory() as folder:
+        stamp_folder(sources, Path(folder))
+        use(Path(folder))
+        for call in calls[:4] * 2:
+            hopper.attend(call, out)
     torch.cuda.synchronize()
     _, address, size = driver.cuModuleGetGlobal(modules[-1], b"stamps")
     stamps = np.zeros(size // 4, np.uint32)
@@ -121,7 +124,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Clocks of one launch of the few-heads kernel.")
     parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=128, help="above 66, so that none is split")
-    parser.add_argument("--sources", type=Path, default=PACKAGE_SOURCES)
+    parser.add_argument("--sources", type=Path, default=SOURCE_FOLDER)
     options = parser.parse_args()
     clocks = clocks_of(options.heads, options.tokens, options.sources)
     rounds = -(-options.tokens // 132)

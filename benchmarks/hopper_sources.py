@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import common
@@ -21,12 +22,13 @@ from sparse_mla.cache.records import MXFP8, NVFP4, V4
 from sparse_mla.kernels.contract import Layout
 from sparse_mla.kernels.hopper import attend as hopper
 from sparse_mla.kernels.hopper import build as builder
-from sparse_mla.kernels.hopper.bodies import Body
+from sparse_mla.kernels.hopper.bodies import SOURCE_FOLDER, Body
 from sparse_mla.testing.compare import HOPPER_BODY, assert_matches_oracle
 
 RECORDS = {"mxfp8": (MXFP8, MXFP8), "nvfp4": (MXFP8, NVFP4), "v4": (V4, V4)}
-CHECKED_TOKENS = (5, 150)
-"""Rows that are split, and more rows than multiprocessors."""
+CHECKED_TOKENS = ((5, True), (9, False), (150, False))
+"""(tokens, batch-invariant): few rows, rows that are split, more rows than multiprocessors."""
+REPEATS = 20
 LANDED_SOURCE = Body.source
 
 
@@ -39,34 +41,31 @@ def case_of(text: str) -> Case:
     return Case(int(found[2]), int(found[1]), window, compressed, 128, int(found[4] or 512))
 
 
-def use(folder: Path | None) -> None:
-    """Launches take the sources of this folder from now on, None: those of the package."""
-
-    def source(body: Body) -> str:
-        if folder is None:
-            return LANDED_SOURCE(body)
-        text = (folder / body.file).read_text()
-        for name in body.headers:
-            header = (folder / name).read_text().replace("#pragma once", "")
-            text = text.replace(f'#include "{name}"', header)
-        return text
-
-    Body.source = source  # type: ignore[method-assign]
+def use(folder: Path) -> None:
+    """Launches take the sources of this folder from now on."""
+    Body.source = lambda body: LANDED_SOURCE(body, folder)  # type: ignore[method-assign]
     builder.function.cache_clear()
 
 
 def check(case: Case) -> None:
-    """The oracle, for few and for many rows; raises if it does not hold."""
-    for tokens in CHECKED_TOKENS:
+    """The oracle and bitwise equal repeats, for split rows and for many; raises if either does not hold."""
+    for tokens, invariant in CHECKED_TOKENS:
         few = Case(tokens, case.heads, case.window, case.compressed)
         problem = ragged_problem(few, tokens)
-        call = problem.call()
-        out = problem.allocate_out(fp8=True, layout=Layout.CHUNK_INTERLEAVED)
-        hopper.attend(call, out)
-        assert_matches_oracle(call, out, HOPPER_BODY)
+        call = replace(problem.call(), batch_invariant=invariant)
+        for lse in (True, False):
+            out = problem.allocate_out(
+                fp8=True, layout=Layout.CHUNK_INTERLEAVED, lse=lse, max_logits=lse
+            )
+            hopper.attend(call, out)
+            assert_matches_oracle(call, out, HOPPER_BODY)
+            first = out.data.clone().view(torch.uint8)
+            for _ in range(REPEATS):
+                hopper.attend(call, out)
+            assert torch.equal(first, out.data.view(torch.uint8)), "repeats differ"
 
 
-def measure(case: Case, folders: dict[str, Path | None]) -> dict[str, float]:
+def measure(case: Case, folders: dict[str, Path]) -> dict[str, float]:
     """Microseconds of each version, the same calls for all; the least of two turns, there and back."""
     problem, calls = build(case, case.window, case.compressed)
     out = problem.allocate_out(
@@ -93,7 +92,7 @@ def main() -> None:
     parser.add_argument("--check", action="store_true")
     arguments = parser.parse_args()
     named = [source.partition("=") for source in arguments.sources]
-    folders = {name: Path(path) if path else None for name, _, path in named}
+    folders = {name: Path(path) if path else SOURCE_FOLDER for name, _, path in named}
     for case in map(case_of, arguments.cases.split()):
         for folder in folders.values():
             use(folder)

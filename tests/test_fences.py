@@ -1,15 +1,7 @@
 """Copies between fences are what they are copies of; tests/triton/test_fences.py asks whether the fences hold."""
 
-import importlib.util
-from pathlib import Path
-
+import fences
 import torch
-
-_spec = importlib.util.spec_from_file_location("fences", Path(__file__).with_name("fences.py"))
-assert _spec is not None
-assert _spec.loader is not None
-fences = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(fences)
 
 
 def test_copies_keep_strides_and_shared_memory_and_go_back() -> None:

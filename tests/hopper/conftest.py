@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import importlib.util
 import re
 import shutil
 import subprocess
@@ -12,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import fences
 import pytest
 
 from sparse_mla.kernels.contract import AttendCall, AttendOut, KeySet
@@ -25,12 +25,6 @@ from sparse_mla.kernels.hopper.bodies import (
 from sparse_mla.kernels.hopper.build import MANY_HEADS, Variant
 from sparse_mla.testing.compare import HOPPER_BODY, assert_matches_oracle
 from sparse_mla.testing.inputs import AttendProblem
-
-_spec = importlib.util.spec_from_file_location("fences", Path(__file__).parents[1] / "fences.py")
-assert _spec is not None
-assert _spec.loader is not None
-fences = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(fences)
 
 COMPILER = shutil.which("g++")
 NVCC = shutil.which("nvcc")
@@ -131,8 +125,7 @@ class Emulator:
         variant = hopper.variant_of(call, out, block, splits)
         head_blocks = -(-call.num_heads // block)
         call, out, made = between_fences(replace(call, q=hopper._readable_query(call)), out)
-        query = hopper._readable_query(call)
-        arguments = hopper._arguments(call, out, query, head_blocks)
+        arguments = hopper._arguments(call, out, call.q, head_blocks)
         items = call.num_tokens * head_blocks
         grid = items * splits if splits > 1 else min(items, ctas)
         assert self.library(body, variant).emulate(ctypes.byref(arguments), grid, seed) == 0

@@ -1,21 +1,13 @@
 """These tests run the Triton kernels on the CPU, in Triton's interpreter."""
 
-import importlib.util
 import os
-from pathlib import Path
 
+import fences
 import pytest
 import torch
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is decorated, so before any import
-
-
-_spec = importlib.util.spec_from_file_location("fences", Path(__file__).parents[1] / "fences.py")
-assert _spec is not None
-assert _spec.loader is not None
-fences = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(fences)
 
 
 @pytest.fixture(autouse=True)

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import fences
 import pytest
 
 SCRIPT = """
@@ -35,7 +36,7 @@ def test_an_access_beyond_a_tensor_is_noticed(
     script = tmp_path / "touch.py"  # a file, because Triton reads the source of a kernel
     script.write_text(SCRIPT)
     environment = dict(os.environ, TRITON_INTERPRET="1")
-    command = [sys.executable, str(script), str(Path(__file__).parents[1]), str(at), how]
+    command = [sys.executable, str(script), str(Path(fences.__file__).parent), str(at), how]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == (-signal.SIGSEGV if noticed else 0), done.stderr
     assert ("not noticed" in done.stdout) != noticed

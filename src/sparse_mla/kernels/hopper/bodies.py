@@ -49,11 +49,11 @@ class Body:
     clusters_of_132: tuple[tuple[int, int], ...]
     """(CTAs of a cluster, clusters that are resident together on 132 multiprocessors), largest first (H200)."""
 
-    def source(self) -> str:
-        """The whole translation unit, headers inlined."""
-        text = (SOURCE_FOLDER / self.file).read_text()
+    def source(self, folder: Path = SOURCE_FOLDER) -> str:
+        """The whole translation unit, headers inlined, of the files in a folder."""
+        text = (folder / self.file).read_text()
         for name in self.headers:
-            header = (SOURCE_FOLDER / name).read_text().replace("#pragma once", "")
+            header = (folder / name).read_text().replace("#pragma once", "")
             text = text.replace(f'#include "{name}"', header)
         return text
 
