@@ -1,4 +1,4 @@
-"""Where the clocks of one launch of `few_heads.cu` go, by role and tile: means over the CTAs, from the CTA's start.
+"""Where the clocks of one launch of a Hopper kernel go, by role and tile: means over the CTAs, from the CTA's start.
 
     python benchmarks/clock_trace.py --heads 8 --tokens 512 [--sources FOLDER]
 
@@ -15,19 +15,38 @@ from typing import Any
 
 from sparse_mla.kernels.hopper.bodies import SOURCE_FOLDER
 
-ROLES = {
-    "producers": (slice(16, 20), ("begin", "first free", "second free", "end")),
-    "scores": (slice(0, 8), ("begin", "rows", "scored", "weighed")),
-    "values": (slice(8, 16), ("begin", "weights", "added", "end")),
+SCORE_EVENTS = ("begin", "rows", "scored", "space", "settled", "weighed")
+ROLES: dict[str, dict[str, tuple[slice, tuple[str, ...]]]] = {
+    "few_heads.cu": {
+        "producers": (slice(16, 20), ("begin", "first free", "second free", "end")),
+        "scores": (slice(0, 8), ("begin", "rows", "scored", "weighed")),
+        "values": (slice(8, 16), ("begin", "weights", "added", "end")),
+    },
+    "attend.cu": {
+        "scores": (slice(8, 16), SCORE_EVENTS),
+        "values": (slice(0, 8), ("begin", "weights", "added", "end")),
+    },
 }
-"""Role -> (its warps, what its stamps of a tile mean)."""
-STAMP = """// [CTA][warp][tile, or 30 + token, or 63 for the start][event]
-__device__ unsigned int stamps[132 * 20 * 64 * 4];
+"""Source -> role -> (its warps, what its stamps of a tile mean)."""
+TOKEN_ROLES: dict[str, dict[str, tuple[slice, tuple[str, ...]]]] = {
+    "few_heads.cu": {"scores": (slice(0, 8), ("over", "told", "next query"))},
+    "attend.cu": {
+        "scores": (slice(8, 16), ("begin", "half free", "free", "half stored", "stored")),
+        "values": (slice(0, 8), ("summed", "written")),
+    },
+}
+"""The same of a token."""
+FIRST_TOKEN = 56
+"""Where stamps of tokens begin."""
+NEVER = 1 << 31
+"""No launch takes so many clocks: a stamp that was not set."""
+STAMP = """// [CTA][warp][tile, or 56 + token, or 63 for the start][event]
+__device__ unsigned int stamps[132 * 20 * 64 * 8];
 DI void stamp(int warp, int n, int event) {
   if ((threadIdx.x & 31) != 0 || n >= 64) return;
   unsigned int clocks;
   asm volatile("mov.u32 %0, %%clock;" : "=r"(clocks) :: "memory");
-  stamps[((blockIdx.x * 20 + warp) * 64 + n) * 4 + event] = clocks;
+  stamps[((blockIdx.x * 20 + warp) * 64 + n) * 8 + event] = clocks;
 }"""
 EDITS: dict[str, tuple[tuple[str, str], ...]] = {
     "few_heads.cu": (
@@ -48,14 +67,45 @@ EDITS: dict[str, tuple[tuple[str, str], ...]] = {
          "    wait(base + FULL + 8 * at.place, at.round);\n    stamp(warp, seen, 1);\n"),
         ("    bool grew = false;\n", "    stamp(warp, seen, 2);\n    bool grew = false;\n"),
         ("    publish(work.bits |", "    stamp(warp, seen++, 3);\n    publish(work.bits |"),
-        ("      finish(n, rank);\n", "      stamp(warp, 30 + n, 0);\n      finish(n, rank);\n      stamp(warp, 30 + n, 1);\n"),
-        ("      q.load();\n", "      q.load();\n      if (n > 0) stamp(warp, 29 + n, 2);\n"),
+        ("      finish(n, rank);\n", "      stamp(warp, 56 + n, 0);\n      finish(n, rank);\n      stamp(warp, 56 + n, 1);\n"),
+        ("      q.load();\n", "      q.load();\n      if (n > 0) stamp(warp, 55 + n, 2);\n"),
     ),
     "few_heads_values.cuh": (
         ("    while (true) {\n", "    int seen = 0;\n    while (true) {\n      stamp(8 + warp, seen, 0);\n"),
         ("      if (!work.exists()) break;\n", "      if (!work.exists()) break;\n      stamp(8 + warp, seen, 1);\n"),
         ("      add(work, ring, parity);\n", "      add(work, ring, parity);\n      stamp(8 + warp, seen, 2);\n"),
         ("      ring = ring.ahead(work.blocks());\n", "      stamp(8 + warp, seen++, 3);\n      ring = ring.ahead(work.blocks());\n"),
+    ),
+    "attend.cu": (
+        ("uint8_t zero_row[1024];", "uint8_t zero_row[1024];\n" + STAMP),
+        ("  wait_for_launch_before();\n", "  wait_for_launch_before();\n  stamp(warp, 63, 0);\n"),
+    ),
+    "attend_scores.cuh": (
+        ("    float S[32];\n", "    float S[32];\n    stamp(8 + 4 * group + w, 2 * own + group, 0);\n"),
+        ("    wait(base + RAW_FULL + 8 * stage, phase);\n", "    wait(base + RAW_FULL + 8 * stage, phase);\n    stamp(8 + 4 * group + w, 2 * own + group, 1);\n"),
+        ("    wait(base + WEIGHTS_EMPTY + 8 * group, (own & 1) ^ 1);\n",
+         "    stamp(8 + 4 * group + w, 2 * own + group, 2);\n    wait(base + WEIGHTS_EMPTY + 8 * group, (own & 1) ^ 1);\n"),
+        ("    const bool met = ", "    stamp(8 + 4 * group + w, 2 * own + group, 3);\n    const bool met = "),
+        ("    arrive_once(base + SETTLED + 8 * group);\n",
+         "    arrive_once(base + SETTLED + 8 * group);\n    stamp(8 + 4 * group + w, 2 * own + group, 4);\n"),
+        ("    arrive_once(base + FULL + 8 * group);\n",
+         "    arrive_once(base + FULL + 8 * group);\n    stamp(8 + 4 * group + w, 2 * own + group, 5);\n"),
+        ("    const QueryRows rows = query_rows(item);\n",
+         "    stamp(8 + 4 * group + w, 56 + item / 132, 0);\n    const QueryRows rows = query_rows(item);\n"),
+        ("      rows.copy(p, 4);\n", "      stamp(8 + 4 * group + w, 56 + item / 132, 1);\n      rows.copy(p, 4);\n"),
+        ("      rows.store_loaded(loaded, table);\n", "      stamp(8 + 4 * group + w, 56 + item / 132, 2);\n      rows.store_loaded(loaded, table);\n"),
+        ("    rows.publish(base, copied ? 8 : 4, table);\n",
+         ("    stamp(8 + 4 * group + w, 56 + item / 132, 3);\n    rows.publish(base, copied ? 8 : 4, table);\n"
+          "    stamp(8 + 4 * group + w, 56 + item / 132, 4);\n")),
+    ),
+    "attend_values.cuh": (
+        ("      wait(base + FULL + 8 * group, (done >> 1) & 1);\n",
+         "      stamp(4 * g + w, done, 0);\n      wait(base + FULL + 8 * group, (done >> 1) & 1);\n      stamp(4 * g + w, done, 1);\n"),
+        ("      if (last) {\n", "      stamp(4 * g + w, done, 2);\n      if (last) {\n"),
+        ("      arrive_once(base + WEIGHTS_EMPTY + 8 * group);\n",
+         "      arrive_once(base + WEIGHTS_EMPTY + 8 * group);\n      stamp(4 * g + w, done, 3);\n"),
+        ("    tokens += has_keys;\n", "    tokens += has_keys;\n    stamp(4 * g + w, 56 + item / 132, 0);\n"),
+        ("    out.store_scales(0, 7);\n", "    out.store_scales(0, 7);\n    stamp(4 * g + w, 56 + item / 132, 1);\n"),
     ),
 }  # fmt: skip
 """File -> (text that stands there once, what replaces it)."""
@@ -81,7 +131,7 @@ def stamp_folder(sources: Path, to: Path) -> None:
 
 
 def clocks_of(heads: int, tokens: int, sources: Path) -> Any:
-    """int64 array [CTA 132, warp 20, tile or token 64, event 4]: clocks since the CTA's start."""
+    """int64 array [CTA 132, warp 20, tile or token 64, event 8]: clocks since the CTA's start, or NEVER."""
     import numpy as np
     import torch
     from attend import Case, build
@@ -114,31 +164,40 @@ def clocks_of(heads: int, tokens: int, sources: Path) -> Any:
     _, address, size = driver.cuModuleGetGlobal(modules[-1], b"stamps")
     stamps = np.zeros(size // 4, np.uint32)
     driver.cuMemcpyDtoH(stamps.ctypes.data, address, size)
-    clocks = stamps.reshape(132, 20, 64, 4).astype(np.int64)
-    start = clocks[:, :, 63, 0].min(axis=1)
-    return (clocks - start[:, None, None, None]) & 0xFFFFFFFF
+    clocks = stamps.reshape(132, 20, 64, 8).astype(np.int64)
+    stamped_warps = np.where(clocks[:, :, 63, 0] == 0, NEVER << 1, clocks[:, :, 63, 0])
+    start = stamped_warps.min(axis=1)
+    return np.where(clocks == 0, NEVER, (clocks - start[:, None, None, None]) & 0xFFFFFFFF)
+
+
+def line(clocks: Any, events: tuple[str, ...]) -> str:
+    """Means over CTAs and those warps that have a stamp of the event."""
+    row = []
+    for number, event in enumerate(events):
+        set_ones = clocks[..., number][clocks[..., number] < NEVER]
+        row.append(f"{event} {set_ones.mean():7.0f}" if set_ones.size else f"{event} never")
+    return "  ".join(row)
 
 
 def main() -> None:
     """Trace one kind of call."""
-    parser = argparse.ArgumentParser(description="Clocks of one launch of the few-heads kernel.")
+    parser = argparse.ArgumentParser(description="Clocks of one launch of a Hopper kernel.")
     parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=128, help="above 66, so that none is split")
     parser.add_argument("--sources", type=Path, default=SOURCE_FOLDER)
     options = parser.parse_args()
     clocks = clocks_of(options.heads, options.tokens, options.sources)
+    body = "attend.cu" if options.heads > 32 else "few_heads.cu"
     rounds = -(-options.tokens // 132)
     ctas = slice(0, options.tokens - 132 * (rounds - 1))  # those with most tokens
-    for tile in range(min(5 * rounds, 30)):
-        for role, (warps, events) in ROLES.items():
-            means = clocks[ctas, warps, tile].mean(axis=(0, 1))
-            row = "  ".join(
-                f"{event} {mean:7.0f}" for event, mean in zip(events, means, strict=True)
+    for tile in range(min((10 if body == "attend.cu" else 5) * rounds, FIRST_TOKEN)):
+        for role, (warps, events) in ROLES[body].items():
+            print(f"tile {tile:2} {role:9} {line(clocks[ctas, warps, tile], events)}")
+    for token in range(min(rounds, 63 - FIRST_TOKEN)):
+        for role, (warps, events) in TOKEN_ROLES[body].items():
+            print(
+                f"token {token} {role:9} {line(clocks[ctas, warps, FIRST_TOKEN + token], events)}"
             )
-            print(f"tile {tile:2} {role:9} {row}")
-    for token in range(rounds - 1):
-        over, told, there, _ = clocks[ctas, 0:8, 30 + token].mean(axis=(0, 1))
-        print(f"token {token}: scores over {over:.0f}, told {told:.0f}, next query {there:.0f}")
 
 
 if __name__ == "__main__":

@@ -31,7 +31,6 @@ NVCC = shutil.which("nvcc")
 HERE = Path(__file__).parent / "emulation"
 SECTION = "// " + "-" * 64 + " "
 REPLACED = (  # instructions inside the roles, and what the headers have for them
-    (r'if \(a\) asm volatile\("prefetch[^\n]*', ""),
     (r'asm volatile\("(fence\.mbarrier_init|setmaxnreg)[^\n]*', ""),
     (r'asm volatile\("mov\.b32[^\n]*"=r"\((\w+)\) : "r"\((\w+)\)\);', r"\1 = \2;"),
     (

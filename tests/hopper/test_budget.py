@@ -12,7 +12,7 @@ from sparse_mla.cache.records import MXFP8, MXFP8_PLANAR, NVFP4, V4
 from sparse_mla.kernels.hopper import build
 from sparse_mla.kernels.hopper.build import SHARED_BYTES, Variant, source
 
-MAX_SPILL_BYTES = 256
+MAX_SPILL_BYTES = 160
 REGISTERS_AT_ENTRY = 128  # 65,536 registers over 512 threads
 VARIANTS = {
     "mxfp8": Variant(MXFP8, MXFP8, 1, True, False, False),

@@ -8,7 +8,7 @@ import pytest
 
 from sparse_mla.cache.records import MXFP8
 from sparse_mla.kernels.hopper.bodies import FEW_HEADS, SOURCE_FOLDER, Body
-from sparse_mla.kernels.hopper.build import Variant
+from sparse_mla.kernels.hopper.build import MANY_HEADS, Variant
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "clock_trace.py"
 
@@ -23,13 +23,16 @@ def test_stamped_sources_compile(
     assert spec.loader is not None
     trace = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(trace)
-    assert set(trace.EDITS) <= {FEW_HEADS.file, *FEW_HEADS.headers}
-
     trace.stamp_folder(SOURCE_FOLDER, tmp_path)
     landed = Body.source
     monkeypatch.setattr(Body, "source", lambda body: landed(body, tmp_path))
-    variant = Variant(MXFP8, MXFP8, 1, True, True, False, 1)
-    put_in = sum(text.count("stamp(") for edits in trace.EDITS.values() for _, text in edits)
-    assert FEW_HEADS.source().count("stamp(") == put_in
-    (tmp_path / "report").mkdir()
-    assert "registers" in ptxas(variant, tmp_path / "report")
+    for body, head_tiles in ((FEW_HEADS, 1), (MANY_HEADS, 0)):
+        edits = [trace.EDITS[name] for name in (body.file, *body.headers) if name in trace.EDITS]
+        put_in = sum(text.count("stamp(") for places in edits for _, text in places)
+        assert body.source().count("stamp(") == put_in
+        (tmp_path / body.file[:-3]).mkdir()
+        variant = Variant(MXFP8, MXFP8, 1, True, True, False, head_tiles)
+        assert "registers" in ptxas(variant, tmp_path / body.file[:-3])
+    assert set(trace.EDITS) <= {
+        name for body in (FEW_HEADS, MANY_HEADS) for name in (body.file, *body.headers)
+    }

@@ -138,6 +138,34 @@ def test_the_speed_of_warps_changes_no_bit(
     assert_matches_oracle(problem.call(), outs[0], HOPPER_BODY)
 
 
+@EACH_BODY
+@pytest.mark.parametrize(
+    "window_lengths",
+    [
+        [0, 10, 64, 0, 65, 1, 1, 130, 0, 30, 128, 5, 0],
+        [1, 0, 0],
+        [129, 7],
+        [7, 129, 130],
+        [65, 3, 66, 2],
+    ],
+    ids=str,
+)
+def test_tokens_of_none_one_and_several_tiles_in_turn(
+    window_lengths: list[int], heads: int, emulator: Any
+) -> None:
+    """One multiprocessor works on all of them: two groups of warps take turns over tiles and share every query."""
+    problem = make_problem(
+        tokens=len(window_lengths), heads=heads, window_keys=130, compressed_keys=None
+    )
+    lengths = torch.tensor(window_lengths, dtype=torch.int32)
+    call = problem.call()
+    call = replace(call, window=replace(call.window, lengths=lengths))
+    for seed in range(4):
+        out = problem.allocate_out(fp8=True)
+        emulator.run(body_of(heads), call, out, ctas=1, seed=seed)
+        assert_matches_oracle(call, out, HOPPER_BODY)
+
+
 @pytest.mark.parametrize("key_scale", [2.0**-12, 64.0])
 def test_small_and_large_keys(key_scale: float, emulator: Any) -> None:
     problem = make_problem(tokens=4, heads=8, compressed_keys=400, key_scale=key_scale)

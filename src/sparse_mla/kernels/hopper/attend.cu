@@ -3,7 +3,7 @@
 //
 // Budget of a CTA (checked by tests/hopper/test_budget.py):
 //   threads 512 = 2 warpgroups of values at 176 registers, 2 of scores at 80
-//   spills at most 256 bytes, with sets of different records up to 350: what a token needs once, and a few words of each score tile
+//   spills at most 160 bytes: what a token needs once, none in the products
 //   shared memory 232,448 bytes, all there is: query 64 KB f16, weights 2 x 8 KB f16, raw rows and f16 scales of 4 tiles (3
 //   where scales lie apart), the rest barriers, references and sums
 //   tile of 64 keys: tensor cores 2048 clocks; shared memory 1.9 k clocks at 128 B (scores 512, values 512, raw rows in
@@ -12,13 +12,14 @@
 // Every matrix product has keys in registers as its left operand, so a tile is never stored widened:
 //   scores    groups 0 and 1 take turns. A lane holds 16 dims of two rows per 64-dim block, widens them, and the
 //             tensor cores give (keys x heads) scores. Weights go to shared memory, heads x keys, and the scales of the
-//             tile, f16, beside its rows.
+//             tile, f16, beside its rows. One warp of each group looks up where later rows are, and the group whose
+//             tile is a token's first brings the query while the other one works on the tile before.
 //   values    warpgroup g adds up (dims x heads) of all tiles for dims 256 g .. 256 g + 255. A lane reads 8 dims of four
 //             keys, pairs up two keys of a dim, widens them, and multiplies by the weights. Between its products a warp
-//             copies 8 rows of the tile STAGES - 1 further, one bulk copy each; one warp at a time looks up where later rows are.
+//             copies 8 rows of the tile AHEAD further, one bulk copy each.
 // The reference of a head's weights lies 2^10 below its maximum, so that weights down to 2^-24 of the largest are normal
 // f16. It moves only when the maximum grew by more than 2^5, so sums are almost never rescaled. The tile after learns it
-// from the tile before (SETTLED). The sum of the weights is that of the rounded ones, a product with ones by warpgroup 0 of values; a
+// from the tile before (SETTLED). The sum of the weights is that of the rounded ones, a product with ones, half of the keys by each warpgroup of values; a
 // call that wants lse, and weights of bf16, get the sum from before they were rounded instead. SPLITS > 1: a cluster shares one token's tiles; partial
 // sums meet in distributed shared memory, in rank order.
 //
@@ -49,24 +50,27 @@ template <int KIND> DI constexpr int scales_at() { return row_at<KIND>(63) + Raw
 
 constexpr bool APART = A_ROW_UNITS * 16 != A_SCALE_STRIDE || B_ROW_UNITS * 16 != B_SCALE_STRIDE;   // scales and data of a row
 constexpr int STAGES = HAS_V4 || APART ? 3 : 4;
-constexpr int LEAD = 4;        // the rows of a tile are looked up so many tiles before
+constexpr int AHEAD = STAGES - 1;   // so many tiles after the one whose values are added up rows are copied
 constexpr int STAGE = scales_at<HAS_V4 ? KIND_V4 : KIND_MXFP8>() + 4 * PART - 32;   // the last part needs no pad
 static_assert(scales_at<KIND_NVFP4>() + 8 * PART <= STAGE, "a tile of the smallest rows");
 constexpr int QUERY = 0, WEIGHTS = 65536, RAW = WEIGHTS + 16384;
-constexpr int SUMS = RAW + STAGES * STAGE;    // of a token's weights: WITH_LSE [group 2][warp 4][64] f32, else [token parity 2][64]
+constexpr int SUMS = RAW + STAGES * STAGE;    // of a token's weights: WITH_LSE [group 2][warp 4][64] f32, else [token parity 2][warpgroup of values 2][64]
 constexpr int SUM_REFERENCE = SUMS + 2048;    // [group 2][64] f32, what they refer to
 constexpr int REFERENCE = SUM_REFERENCE + 512;  // [token parity 2][64] f32, what weights refer to, log2 units
 constexpr int TRUE_MAX = REFERENCE + 512;     // [token parity 2][64] f32, log2 units
 constexpr int RESCALE = TRUE_MAX + 512;       // [group 2][64] f32
-constexpr int RAW_FULL = RESCALE + 512, RAW_EMPTY = RAW_FULL + 32;  // [stage 4]
-constexpr int FULL = RAW_EMPTY + 32;          // [group 2], weights
-constexpr int WEIGHTS_EMPTY = FULL + 16;      // [group 2]
+constexpr int RAW_FULL = RESCALE + 512;       // [stage 4]
+constexpr int FULL = RAW_FULL + 32;           // [group 2], weights
+constexpr int WEIGHTS_EMPTY = FULL + 16;      // [group 2], and the rows of that tile are read
 constexpr int SETTLED = WEIGHTS_EMPTY + 16;   // [group 2], the scores of its tile are done, the reference is final
-constexpr int QUERY_FULL = SETTLED + 16, SUMS_READ = QUERY_FULL + 8;
-constexpr int VALID = SUMS_READ + 8;          // [tile 4] u64, one bit a key; these rings of four do not follow STAGES
-constexpr int WHICH = VALID + 32;             // [tile 4] u32, see Walk::word
-constexpr int ITEM = WHICH + 16;              // [tile 4] u32, token and heads
-constexpr int GREW = ITEM + 16;               // [group 2] u32, sums must be rescaled
+constexpr int HALF_READ = SETTLED + 16;       // [group 2], the products with the first half of the query are done
+constexpr int QUERY_FULL = HALF_READ + 16, SUMS_READ = QUERY_FULL + 8;
+constexpr int VALID = SUMS_READ + 8;          // [tile 8] u64, one bit a key
+constexpr int HOW = VALID + 64;               // [tile 8][8 rows] u8: 0 no tile, 1 window, 2 compressed set | 128: all of them exist
+constexpr int WHICH = HOW + 64;               // [tile 8] u32, see Walk::word
+constexpr int ITEM = WHICH + 32;              // [tile 8] u32, token and heads
+constexpr int POSITION = ITEM + 32;           // [token & 3] int
+constexpr int GREW = POSITION + 16;           // [group 2] u32, sums must be rescaled
 constexpr int MET = GREW + 8;                 // [token parity 2] u32, a tile had a key
 constexpr int UNITS = (MET + 8 + 15) & ~15;   // [tile 4][64] u32, where its rows are, 16-byte units; ~0: nowhere
 constexpr int SLOTS = UNITS + 1024;           // [tile parity 2][64] int
@@ -87,6 +91,7 @@ __device__ __align__(16) uint8_t zero_row[1024];
 
 #include "attend_parts.cuh"
 #include "attend_rows.cuh"
+#include "attend_query.cuh"
 #include "attend_values.cuh"
 #include "attend_scores.cuh"
 
@@ -96,8 +101,8 @@ extern "C" __global__ void __launch_bounds__(512, 1) attend(const __grid_constan
   const int tid = threadIdx.x, warp = __shfl_sync(~0u, tid >> 5, 0), group = warp >> 2, w = warp & 3, lane = lane_number();
   const int rank = SPLITS == 1 ? 0 : blockIdx.x % SPLITS, item0 = blockIdx.x / SPLITS, item_step = gridDim.x / SPLITS;
   if (tid == 0) {
-    for (int i = 0; i < STAGES; i++) { barrier_init(base + RAW_FULL + 8 * i, HAS_V4 ? 72 : 8); barrier_init(base + RAW_EMPTY + 8 * i, 8 * WARP); }
-    for (int i = 0; i < 2; i++) { barrier_init(base + FULL + 8 * i, 4 * WARP); barrier_init(base + WEIGHTS_EMPTY + 8 * i, 8 * WARP); barrier_init(base + SETTLED + 8 * i, 4 * WARP); }
+    for (int i = 0; i < STAGES; i++) { barrier_init(base + RAW_FULL + 8 * i, HAS_V4 ? 72 : 8); }
+    for (int i = 0; i < 2; i++) { barrier_init(base + FULL + 8 * i, 4 * WARP); barrier_init(base + WEIGHTS_EMPTY + 8 * i, 8 * WARP); barrier_init(base + SETTLED + 8 * i, 4 * WARP); barrier_init(base + HALF_READ + 8 * i, 4 * WARP); }
     barrier_init(base + QUERY_FULL, 4 * WARP); barrier_init(base + SUMS_READ, 8 * WARP);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
@@ -109,7 +114,7 @@ extern "C" __global__ void __launch_bounds__(512, 1) attend(const __grid_constan
     add_values(p, base, group, w, lane, rank, item0, item_step);
   } else {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(SCORES_REGISTERS));
-    Scores scores{p, base, group - 2, w, lane, lane >> 2, lane & 3, p.scale * LOG2E, {0.f, 0.f}, {0.f, 0.f}, false, 0, group - 2, 0};
+    Scores scores{p, base, group - 2, w, lane, lane >> 2, lane & 3, p.scale * LOG2E, {0.f, 0.f}, {0.f, 0.f}, false, 0, group - 2, 0, rank, item_step};
     scores.run(item0);
     if (SPLITS > 1) { cluster_arrive(); cluster_wait(); cluster_arrive(); cluster_wait(); }
   }

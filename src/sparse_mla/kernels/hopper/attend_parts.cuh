@@ -9,6 +9,11 @@ template <int N> DI void copy_async(uint32_t to, const void* from) {
   if (N == 16) asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
   else asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(to), "l"(from), "n"(N) : "memory");
 }
+DI uint32_t load_shared1(uint32_t a) { uint32_t v; asm volatile("ld.shared.u8 %0, [%1];" : "=r"(v) : "r"(a) : "memory"); return v; }
+DI void store_shared1(uint32_t a, uint32_t x) { asm volatile("st.shared.u8 [%0], %1;" ::"r"(a), "r"(x) : "memory"); }
+// What is read once does not take L1 from what is read again.
+DI uint4 load_once(const void* a) { uint4 v; asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(a)); return v; }
+DI void prefetch_l1(const void* a) { asm volatile("prefetch.global.L1 [%0];" ::"l"(a)); }
 DI float load_remote(uint32_t a, int rank) { float v; asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(v) : "r"(remote(a, rank))); return v; }
 // Descriptor of 64 heads in shared memory, a head's numbers side by side: 128-byte swizzle, 1024 B between 8 heads.
 DI uint64_t dim_major(uint32_t a) { return (uint64_t)((a & 0x3ffff) >> 4) | (1ull << 16) | (64ull << 32) | (1ull << 62); }
@@ -30,6 +35,12 @@ DI void arrive_once(uint32_t b) { asm volatile("{.reg .pred p; .reg .b64 t; elec
 DI int lane_number() { int r; asm volatile("mov.u32 %0, %%laneid;" : "=r"(r)); return __shfl_sync(~0u, r, r); }   // a shuffle is not done again, reading the number would be
 DI void load_matrices(uint32_t (&x)[4], uint32_t a) { asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(a) : "memory"); }
 DI void store_matrices_turned(uint32_t a, uint32_t x, uint32_t y, uint32_t z, uint32_t w) { asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(a), "r"(x), "r"(y), "r"(z), "r"(w) : "memory"); }
+
+// A pair turned back, in the registers that it has: left to the compiler it takes 26 words of spills.
+DI void unrotate_pair(float& x, float& y, float co, float si) {
+  asm volatile("{.reg .f32 t, u; mul.f32 t, %0, %2; mul.f32 u, %0, %3; fma.rn.f32 %0, %1, %3, t; neg.f32 u, u; fma.rn.f32 %1, %1, %2, u;}"
+               : "+f"(x), "+f"(y) : "f"(co), "f"(si));
+}
 
 #if BF16_NUMBERS
 #define NUMBER "bf16"
@@ -105,16 +116,3 @@ DI Span span_of(const Args& p, int window_keys, int compressed_keys, int rank) {
 }
 
 DI int token_of(const Args& p, int item) { return p.head_blocks == 1 ? item : item / p.head_blocks; }
-
-// What a token's first step depends on, asked for one token ahead.
-struct Ahead { RawPosition position; int window_keys, compressed_keys; };
-
-DI Ahead look_ahead(const Args& p, int item) {
-  const int token = token_of(p, item);
-  Ahead a = {{0, 0}, (int)p.a.width, (int)p.b.width};
-  if (item >= p.tokens * p.head_blocks) return a;
-  a.position = ask_position(p, token);
-  if (p.a.lengths) a.window_keys = __ldg(p.a.lengths + token);
-  if (p.b.lengths) a.compressed_keys = __ldg(p.b.lengths + token);
-  return a;
-}

@@ -1,17 +1,18 @@
 // Rows of keys: how a tile of them lies in shared memory, where those to come are, and their copies.
 #pragma once
 
-// Where the rows of tiles to come are. Value warp m & 7 looks tile m up: it asks for the slots while the values of tile
-// m - LEAD - 1 are added up, and notes where the rows are one tile later.
+// Where the rows of tiles to come are. Warp 0 of a group of scores looks them up at the head of each of its tiles, n: it
+// notes where those of tile n + AHEAD are, whose slots it asked for two tiles before, and asks for the slots of the second
+// tile after that one. While the values of tile n are added up the rows of tile n + AHEAD are copied.
 struct Walk {
   uint64_t list;               // of the tile's slots
   int left, set_tiles;         // keys of the set from this tile on, tiles of the set after it
   int item, token_tiles, number;   // tiles of the token after this one, before this one
   int flags;                   // compressed set | tokens with tiles before this one << 1
 
-  // What others need to know of the tile: 0 window, 1 compressed set, 2 no tile | min(number in the token, 2) << 2 | the
-  // last of its group in the token << 4 | parity of the token << 5.
-  DI uint32_t word(int items) const { return item >= items ? 2 : (flags & 1) | min(number, 2) << 2 | (token_tiles < 2) << 4 | (flags & 2) << 4; }
+  // What others need to know of the tile: 0 window, 1 compressed set, 2 no tile | min(number in the token, 2) << 2 | the last
+  // of its group in the token << 4 | the last of the token << 5 | tokens with tiles before this one, modulo 4 << 6.
+  DI uint32_t word(int items) const { return item >= items ? 2 : (flags & 1) | min(number, 2) << 2 | (token_tiles < 2) << 4 | (token_tiles < 1) << 5 | (flags & 6) << 5; }
 };
 
 struct Lookup {
@@ -45,14 +46,16 @@ struct Lookup {
     }
     s.item = item;
   }
-  DI void advance(Walk& s) const {
-    if (s.set_tiles == 0) { seek(s, s.item, s.number + 1, s.flags >> 1); return; }
-    s.list += 256; s.left -= 64; s.set_tiles--; s.token_tiles--; s.number++;
+  DI void advance_two(Walk& s) const {
+    if (s.set_tiles < 2) { seek(s, s.item, s.number + 2, s.flags >> 1); return; }
+    s.list += 512; s.left -= 128; s.set_tiles -= 2; s.token_tiles -= 2; s.number += 2;
   }
   DI void note(uint32_t tile, uint32_t word, int item, int slot0, int slot1) const {
-    const uint32_t ring = tile & 3;
-    if (one_lane()) { store_shared4(base + WHICH + 4 * ring, word); store_shared4(base + ITEM + 4 * ring, item); }
-    if ((word & 3) == 2) return;
+    if (one_lane()) { store_shared4(base + WHICH + 4 * (tile & 7), word); store_shared4(base + ITEM + 4 * (tile & 7), item); }
+    if ((word & 3) == 2) {
+      if (lane < 8) store_shared1(base + HOW + 8 * (tile & 7) + lane, 0);
+      return;
+    }
     const KeyArgs& k = word & 1 ? p.b : p.a;
     uint32_t valid[2];
 #pragma unroll
@@ -60,12 +63,14 @@ struct Lookup {
       const int slot = i ? slot1 : slot0;
       const bool ok = (uint32_t)slot < k.num_slots;
       const uint32_t page = page_of(k, ok ? slot : 0), row = (ok ? slot : 0) - page * k.page_rows;
-      const uint32_t at = base + UNITS + ring * 256 + i * 128 + lane * 4;
+      const uint32_t at = base + UNITS + (tile & 3) * 256 + i * 128 + lane * 4;
       store_shared4(at, ok ? page * (uint32_t)(k.page_stride >> 4) + row * (word & 1 ? B_ROW_UNITS : A_ROW_UNITS) : ~0u);
       if (APART) store_shared4(at - UNITS + SCALE_UNITS, page * (uint32_t)(k.page_stride >> 3) + (uint32_t)(k.scale_base >> 3) + row * ((word & 1 ? B_SCALE_STRIDE : A_SCALE_STRIDE) / 8));
       valid[i] = __ballot_sync(~0u, ok);
     }
-    if (one_lane()) store_shared8(base + VALID + 8 * ring, valid[0], valid[1]);
+    if (one_lane()) store_shared8(base + VALID + 8 * (tile & 7), valid[0], valid[1]);
+    const uint32_t eight = (lane & 4 ? valid[1] : valid[0]) >> (8 * (lane & 3));
+    if (lane < 8) store_shared1(base + HOW + 8 * (tile & 7) + lane, 1 + (word & 1) + ((eight & 255) == 255 ? 128 : 0));
   }
   DI void ask(uint32_t tile, const Walk& s) const {
     const uint32_t slots = base + SLOTS + (tile & 1) * 256 + lane * 4, walk = base + WALK + (tile & 1) * 32;
@@ -85,32 +90,37 @@ struct Lookup {
     slots[0] = lane < s.left ? __ldg(list) : -1;
     slots[1] = lane + 32 < s.left ? __ldg(list + 32) : -1;
   }
-  // The first tiles of the CTA; the one after them is asked for. Slots are loaded together with the lengths, as if all
-  // lists were full, and once more if that was wrong.
+  // Tile number `warp` of the CTA, by a warp of values before all else. Slots are loaded together with the lengths, as if
+  // all lists were full, and once more if that was wrong.
   DI void begin(int item0) const {
-    if (warp > LEAD) return;
+    if (warp >= AHEAD) return;
     Walk s, guess;
     guess.list = 0; guess.left = 0;
-    if (warp < LEAD && item0 < items()) place(guess, token_of(p, item0), span_of(p, p.a.width, p.b.width, rank), warp, 0);
+    if (item0 < items()) place(guess, token_of(p, item0), span_of(p, p.a.width, p.b.width, rank), warp, 0);
     int slots[2];
     load_slots(guess, lane, slots);
     seek(s, item0, warp, 0);
-    if (warp == LEAD) { ask(LEAD, s); return; }
     if (s.list != guess.list) load_slots(s, lane, slots);
     note(warp, s.word(items()), s.item, lane < s.left ? slots[0] : -1, lane + 32 < s.left ? slots[1] : -1);
   }
-  // This warp's part in it while the values of tile `done` are added up.
-  DI void next(uint32_t done) const {
-    if (warp == ((done + LEAD) & 7)) {
-      copy_wait<0>();
-      const uint32_t slots = base + SLOTS + ((done + LEAD) & 1) * 256 + lane * 4;
-      const Walk s = recall(done + LEAD);
-      note(done + LEAD, s.word(items()), s.item, load_shared4(slots), load_shared4(slots + 128));
-    } else if (warp == ((done + LEAD + 1) & 7)) {
-      Walk s = recall(done + LEAD);
-      advance(s);
-      ask(done + LEAD + 1, s);
-    }
+  // What the first `next` of a group will note.
+  DI void ask_first(int item0, int group) const {
+    Walk s;
+    seek(s, item0, AHEAD + group, 0);
+    ask(AHEAD + group, s);
+    copy_wait<0>();            // another warp may read it
+  }
+  // At the head of tile `tile`.
+  DI void next(uint32_t tile) const {
+    copy_wait<0>();
+    __syncwarp();
+    const uint32_t slots = base + SLOTS + ((tile + AHEAD) & 1) * 256 + lane * 4;
+    Walk s = recall(tile + AHEAD);
+    note(tile + AHEAD, s.word(items()), s.item, load_shared4(slots), load_shared4(slots + 128));
+    advance_two(s);
+    __syncwarp();              // all lanes have recalled
+    ask(tile + AHEAD + 2, s);
+    __syncwarp();
   }
 };
 
@@ -122,7 +132,7 @@ struct Coming {
   uint32_t to, full;           // shared memory of its first row; barrier
   int kind;                    // of the record, if the sets differ
   const uint8_t* pages;
-  uint32_t units[8];
+  uint32_t how, at, units[8];  // see HOW; where the units are, and they
   bool live;                   // `copy` has something to do
 
   static constexpr bool SAME = A_KIND == B_KIND && (A_ROW_UNITS * 16 == A_SCALE_STRIDE) == (B_ROW_UNITS * 16 == B_SCALE_STRIDE);
@@ -149,23 +159,28 @@ struct Coming {
     }
     if (HAS_V4 && lane < 8) copies_arrive(full);
   }
-  // Of tile `tile`, to `stage`. `now`: copy all at once.
-  DI void start(uint32_t base, uint32_t tile, int stage, int warp, bool now) {
-    const int which = __shfl_sync(~0u, load_shared4(base + WHICH + 4 * (tile & 3)), 0) & 3;
+  // Asks shared memory for what `start` needs of tile `tile`.
+  DI void look(uint32_t base, uint32_t tile, int warp) {
+    how = load_shared1(base + HOW + 8 * (tile & 7) + warp);
+    at = base + UNITS + (tile & 3) * 256 + warp * 32;
+    if (SPLITS > 1 && how == 0) return;            // FINAL_CTA may be there
+    const uint4 x = load_shared16(at), y = load_shared16(at + 16);
+    units[0] = x.x; units[1] = x.y; units[2] = x.z; units[3] = x.w; units[4] = y.x; units[5] = y.y; units[6] = y.z; units[7] = y.w;
+  }
+  // Its rows go to `stage`. `now`: copy all at once.
+  DI void start(uint32_t base, int stage, int warp, bool now) {
+    const uint32_t uniform = uniform_least(how);
     live = false;
-    if (which == 2) return;
-    kind = which;
+    if (uniform == 0) return;
+    kind = (uniform & 3) - 1;
     full = base + RAW_FULL + 8 * stage;
-    const uint32_t at = base + UNITS + (tile & 3) * 256 + warp * 32;
     if (HAS_V4 && A_KIND != B_KIND) fence_async();   // what other threads copied here were scales, now rows may come
-    if (SAME || which == 0) start_set<A_KIND, A_ROW_UNITS * 16 == A_SCALE_STRIDE>(base, stage, warp, at, which ? p.b : p.a);
+    if (SAME || kind == 0) start_set<A_KIND, A_ROW_UNITS * 16 == A_SCALE_STRIDE>(base, stage, warp, at, kind ? p.b : p.a);
     else start_set<B_KIND, B_ROW_UNITS * 16 == B_SCALE_STRIDE>(base, stage, warp, at, p.b);
-    const uint32_t valid = load_shared4(base + VALID + 8 * (tile & 3) + (warp & 4)) >> (8 * (warp & 3));
-    live = !now && __shfl_sync(~0u, (valid & 255) == 255, 0);
+    live = !now && uniform & 128;
     if (live) {
-      const uint4 x = load_shared16(at), y = load_shared16(at + 16);
-      units[0] = uniform_least(x.x); units[1] = uniform_least(x.y); units[2] = uniform_least(x.z); units[3] = uniform_least(x.w);
-      units[4] = uniform_least(y.x); units[5] = uniform_least(y.y); units[6] = uniform_least(y.z); units[7] = uniform_least(y.w);
+#pragma unroll
+      for (int i = 0; i < 8; i++) units[i] = uniform_least(units[i]);
       return;
     }
 #pragma unroll 1

@@ -1,69 +1,8 @@
-// The warpgroups of scores, and the query.
+// The warpgroups of scores.
 #pragma once
 
 // ---------------------------------------------------------------- scores
-// Query heads 16 w .. 16 w + 15. `start` copies their bf16 values to the head's row, 512 neighbouring bytes at a time;
-// `finish` rotates, rounds to bf16, widens and stores: a lane dims 16 t .. 16 t + 15 of every block of heads 16 w + g8 and + 8.
-struct QueryRows {
-  uint32_t rows;               // shared memory of head 16 w, block 0
-  int w, lane, g8, t;
-
-  DI void start(const Args& p, int item) const {
-    const int token = token_of(p, item), head0 = (item - token * p.head_blocks) * 64 + 16 * w;
-    const uint8_t* q = p.q + (int64_t)token * p.q_token_stride + (p.query_chunked ? head0 * 32 + lane * 16 : head0 * p.q_head_stride + lane * 16);
-    const int64_t step = p.query_chunked ? (int64_t)32 * p.heads : p.q_head_stride;
-    if (p.query_chunked) {     // 16 dims of 16 heads
-      const int h = lane >> 1;
-      const bool live = head0 + h < p.heads;
-#pragma unroll 4
-      for (int i = 0; i < 32; i++) copy_piece(h, 2 * i + (lane & 1), live ? q + i * step : p.q, live);
-    } else {                   // half a head
-#pragma unroll 4
-      for (int i = 0; i < 32; i++) {
-        const bool live = head0 + (i >> 1) < p.heads;
-        copy_piece(i >> 1, 32 * (i & 1) + lane, live ? q + (i >> 1) * step + (i & 1) * 512 : p.q, live);
-      }
-    }
-    copy_commit();
-  }
-  // 16 bytes of head 16 w + h, of its 64 pieces; zeros if it is not live.
-  DI void copy_piece(int h, int piece, const uint8_t* from, bool live) const {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(rows + (piece >> 3) * 8192 + h * 128 + (((piece ^ h) & 7) << 4)), "l"(from), "r"(live ? 16 : 0) : "memory");
-  }
-  DI static uint32_t turn(uint32_t pair, float c, float s) {
-    const float a = __uint_as_float(pair << 16), b = __uint_as_float(pair & 0xffff0000u);
-    return pack_bf16(a * c - b * s, a * s + b * c);
-  }
-  template <bool ROTATE> DI void widen_block(uint32_t at, const float4* table) const {
-    const uint4 x = load_shared16(at + (((2 * t) ^ g8) << 4)), y = load_shared16(at + (((2 * t + 1) ^ g8) << 4));
-    uint32_t v[8] = {x.x, x.y, x.z, x.w, y.x, y.y, y.z, y.w};
-    if (ROTATE) {
-#pragma unroll
-      for (int u = 0; u < 2; u++) {
-        const float4 c = __ldg(table + u), z = __ldg(table + 8 + u);
-        v[4 * u] = turn(v[4 * u], c.x, z.x); v[4 * u + 1] = turn(v[4 * u + 1], c.y, z.y);
-        v[4 * u + 2] = turn(v[4 * u + 2], c.z, z.z); v[4 * u + 3] = turn(v[4 * u + 3], c.w, z.w);
-      }
-    }
-    __syncwarp();              // the lanes of the row have read what is overwritten now
-#pragma unroll
-    for (int m = 0; m < 8; m++) store_shared4(at + ((m ^ g8) << 4) + 4 * t, numbers_of_bf16(v[m]));
-  }
-  DI void finish(const Args& p, int position) const {
-    const float4* table = (const float4*)(p.rotate_query ? rope_row(p, position) + 8 * t : nullptr);
-    const uint32_t row = rows + g8 * 128;
-    copy_wait<0>();
-    __syncwarp();              // those of the whole warp
-#pragma unroll 1
-    for (int b = 0; b < 8; b++)
-#pragma unroll
-      for (int r = 0; r < 2; r++) {
-        const uint32_t at = row + r * 1024 + b * 8192;
-        if (b == 7 && p.rotate_query) widen_block<true>(at, table);
-        else widen_block<false>(at, nullptr);
-      }
-  }
-};
+constexpr int OPERANDS = 3;      // widened keys of so many products at once
 
 struct Scores {
   const Args& p;
@@ -74,8 +13,9 @@ struct Scores {
   bool counted;                // the sums hold something
   uint32_t own;                // tiles of this group so far
   int stage; uint32_t phase;   // of its next tile
+  int rank, item_step;
 
-  DI uint32_t ring() const { return (2 * own + group) & 3; }
+  DI uint32_t ring() const { return (2 * own + group) & 7; }
   DI uint32_t before() const { return (own ^ group ^ 1) & 1; }   // parity of the other group's tile before this one
 
   // The widened scales of the warp's rows, for all who read the tile.
@@ -116,7 +56,7 @@ struct Scores {
       else d[r] = load_shared16(from + 64 * B + (KIND == KIND_V4 && B == 7 ? 32 : 16) * t);
     }
   }
-  template <int KIND, int B> DI void block(float (&S)[32], uint32_t (&A)[2][8], uint4 (&d)[2], uint32_t row, uint32_t scales) const {
+  template <int KIND, int B> DI void block(float (&S)[32], uint32_t (&A)[OPERANDS][4], uint4 (&d)[2], uint32_t row, uint32_t scales) const {
     constexpr bool BF16 = KIND == KIND_V4 && B == 7;
     uint4 rest[2] = {make_uint4(0, 0, 0, 0), make_uint4(0, 0, 0, 0)};
     uint32_t pair = 0;
@@ -127,16 +67,14 @@ struct Scores {
     const uint32_t sc0 = __byte_perm(pair, 0, 0x1010), sc1 = __byte_perm(pair, 0, 0x3232);
     const uint64_t query = dim_major(base + QUERY) + B * 512;
 #pragma unroll
-    for (int h = 0; h < 2; h++) {
-      if (B > 0) mma_wait<1>();                       // the products that read A[h]
-#pragma unroll
-      for (int i = 0; i < 2; i++) {
-        widen<KIND, B>(A[h][4 * i], A[h][4 * i + 2], 2 * h + i, d[0], rest[0], sc0);
-        widen<KIND, B>(A[h][4 * i + 1], A[h][4 * i + 3], 2 * h + i, d[1], rest[1], sc1);
-      }
+    for (int i = 0; i < 4; i++) {
+      uint32_t* a = A[(4 * B + i) % OPERANDS];
+      if (4 * B + i >= OPERANDS) mma_wait<OPERANDS - 1>();    // the product that reads them
+      if (4 * B + i == 15 + OPERANDS) arrive_once(base + HALF_READ + 8 * group);
+      widen<KIND, B>(a[0], a[2], i, d[0], rest[0], sc0);
+      widen<KIND, B>(a[1], a[3], i, d[1], rest[1], sc1);
       mma_fence();
-#pragma unroll
-      for (int i = 0; i < 2; i++) keys_mma<0>(S, A[h] + 4 * i, query + 2 * (2 * h + i), B > 0 || h > 0 || i > 0);
+      keys_mma<0>(S, a, query + 2 * i, B > 0 || i > 0);
       mma_commit();
     }
     if constexpr (B < 7) block<KIND, B + 1>(S, A, next, row, scales);
@@ -188,19 +126,22 @@ struct Scores {
 #pragma unroll
     for (int i = 0; i < 2; i++) { const float give = g8 & 4 ? b[i] : b[2 + i], keep = g8 & 4 ? b[2 + i] : b[i], got = __shfl_xor_sync(~0u, give, 16); total[i] = MAXIMUM ? fmaxf(keep, got) : keep + got; }
   }
+  DI void place_lane() { forget(lane); g8 = lane >> 2; t = lane & 3; }   // anew, instead of registers during the products
+  DI int key() const { return 16 * (g8 >> 1) + 4 * (g8 & 1) + w; }       // of this lane's two keys the first, the other is 8 further
   // Scores, scales and weights of the group's next tile; `first` of the token, `last` of this group's. `parity`: of the token.
   template <int KIND> DI void tile(uint32_t parity, bool first, bool last) {
-    forget(lane);
-    g8 = lane >> 2; t = lane & 3;
+    place_lane();
     const uint32_t raw = base + RAW + stage * STAGE;
     float S[32];
+    if (w == 0) {
+      // A place in UNITS is free once the copies of the tile before, which were started from there, are over.
+      if (own || group) wait(base + RAW_FULL + 8 * (stage ? stage - 1 : STAGES - 1), phase ^ (stage == 0));
+      lookup().next(2 * own + group);
+    }
     wait(base + RAW_FULL + 8 * stage, phase);
-    const int key = 16 * (g8 >> 1) + 4 * (g8 & 1) + w;
-    const uint32_t bits = load_shared4(base + VALID + 8 * ring() + (g8 & 4)) >> (key & 31);
-    const bool ok0 = bits & 1, ok1 = bits & 256;
     {
-      const uint32_t row = raw + row_at<KIND>(key), scales = raw + scales_at<KIND>() + w * 128 + g8 * 4;
-      uint32_t A[2][8];
+      const uint32_t row = raw + row_at<KIND>(key()), scales = raw + scales_at<KIND>() + w * 128 + g8 * 4;
+      uint32_t A[OPERANDS][4];
       uint4 d[2];
       read_block<KIND, 0>(d, row);
       widen_scales<KIND>(row, scales + t * 32);
@@ -208,6 +149,9 @@ struct Scores {
       block<KIND, 0>(S, A, d, row, scales + (KIND == KIND_NVFP4 ? t : t >> 1) * PART);
     }
     mma_wait<0>();
+    place_lane();
+    const uint32_t bits = load_shared4(base + VALID + 8 * ring() + (g8 & 4)) >> (key() & 31);
+    const bool ok0 = bits & 1, ok1 = bits & 256;
     wait(base + WEIGHTS_EMPTY + 8 * group, (own & 1) ^ 1);
     wait(base + SETTLED + 8 * (group ^ 1), before());
     const bool met = !first && load_shared4(base + MET + 4 * parity);
@@ -282,30 +226,45 @@ struct Scores {
     stage += 2;
     if (stage >= STAGES) { stage -= STAGES; phase ^= 1; }
   }
+  DI QueryRows query_rows(int item) const {
+    int l = lane, rows = w;
+    forget(l); forget(rows);
+    return QueryRows(p, base + QUERY, rows, l, item);
+  }
+  // The query of a token whose first tile is this group's. The group is idle while the other one works on the tile before,
+  // so half of the query is loaded meanwhile, the other half is copied once that tile's products have read what was there.
+  DI void bring_query(int item, int item0, uint32_t number) {
+    const QueryRows rows = query_rows(item);
+    const float* table = rows.angles(p, base, number, item);
+    const bool copied = item == item0;            // `run` has started copies of all of it
+    if (!copied) {
+      copy_wait<0>();                             // not over copies under way
+      uint4 loaded[16];
+      rows.load(loaded);
+      wait(base + SETTLED + 8 * group, (own & 1) ^ 1);   // of this group's other warps
+      wait(base + HALF_READ + 8 * (group ^ 1), before());
+      rows.copy(p, 4);
+      wait(base + SETTLED + 8 * (group ^ 1), before());
+      rows.store_loaded(loaded, table);
+    }
+    rows.publish(base, copied ? 8 : 4, table);
+  }
+  DI Lookup lookup() const { return {p, base, 0, lane, rank, item_step}; }
   DI void run(int item0) {
-    const int items = p.tokens * p.head_blocks;
-    QueryRows query;
-    query.w = w; query.lane = lane; query.g8 = g8; query.t = t; query.rows = base + QUERY + w * 2048;
-    int started = -1;          // the query under way
-    if (group == 0 && item0 < items) query.start(p, started = item0);
+    if (group == 0 && item0 < p.tokens * p.head_blocks) {
+      // Asked for later, it would stand behind the query.
+      if (p.positions && lane == 0) prefetch_l1(p.positions + (int64_t)token_of(p, item0) * p.position_step);
+      query_rows(item0).copy(p, 8);
+    } else if (group == 1 && w < 2) {
+      lookup().ask_first(item0, w);
+    }
     __syncthreads();
     while (true) {
-      const uint32_t word = __shfl_sync(~0u, load_shared4(base + WHICH + 4 * ring()), 0), parity = (word >> 5) & 1;
+      const uint32_t word = __shfl_sync(~0u, load_shared4(base + WHICH + 4 * ring()), 0), number = (word >> 6) & 3, parity = number & 1;
       if ((word & 3) == 2) break;
       const bool first = (word & 12) == 0;
-      if (first) {
-        const int item = load_shared4(base + ITEM + 4 * ring());
-        wait(base + SETTLED + 8 * (group ^ 1), before());   // the query before is read
-        const RawPosition position = ask_position(p, token_of(p, item));
-        if (item != started) { copy_wait<0>(); query.start(p, item); }   // not over copies under way
-        query.finish(p, position.value(p));
-        fence_async();
-        group_sync(group);
-        arrive_once(base + QUERY_FULL);
-      } else if ((word & 12) == 4) {
-        wait(base + QUERY_FULL, parity);
-      }
-      if (first || (word & 12) == 4) counted = false;
+      if (first) bring_query(load_shared4(base + ITEM + 4 * ring()), item0, number);
+      if ((word & 12) <= 4) { wait(base + QUERY_FULL, parity); counted = false; }
       if (A_KIND == B_KIND || !(word & 1)) tile<A_KIND>(parity, first, word & 16);
       else tile<B_KIND>(parity, first, word & 16);
     }

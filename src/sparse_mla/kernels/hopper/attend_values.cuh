@@ -21,15 +21,12 @@ DI void rescale_sums(const Values& s, float (&total)[4], uint32_t table) {
   const float f0 = load_float(table + (16 * s.w + s.g8) * 4), f1 = load_float(table + (16 * s.w + s.g8 + 8) * 4);
   total[0] *= f0; total[1] *= f0; total[2] *= f1; total[3] *= f1;
 }
-// Adds a tile's weights to them, as the tensor cores have them.
-DI void add_weights(const Values& s, float (&total)[4], uint32_t weights) {
+// A tile's weights as the tensor cores have them, to be added to the sums: this warp's 16 heads, the half of the keys that
+// its warpgroup adds up.
+DI void load_weights(const Values& s, uint32_t (&x)[2][4], uint32_t weights) {
   const int row = s.lane & 15;
 #pragma unroll
-  for (int k = 0; k < 4; k++) {
-    uint32_t x[4];
-    load_matrices(x, weights + (16 * s.w + row) * 128 + (((2 * k + (s.lane >> 4)) ^ (row & 7)) << 4));
-    add_rows(total, x);
-  }
+  for (int k = 0; k < 2; k++) load_matrices(x[k], weights + (16 * s.w + row) * 128 + (((4 * s.g + 2 * k + (s.lane >> 4)) ^ (row & 7)) << 4));
 }
 // Left operands of two row blocks, 4 dims of a lane: words of keys (h, e); `half`: which 4 of the 8 dims.
 template <int KIND> DI void widen_words(uint32_t* a, const uint32_t (&x)[2][2], uint32_t sc0, uint32_t sc1, int half) {
@@ -140,24 +137,54 @@ struct Output {
     codes = 0;
   }
   DI int group_of(int head) const { return (int)(((float)head + 0.5f) * per_group); }
-  // Head 8 c + 2 t + e times w.
+  DI int head_of(int c, int e) const { return head0 + 8 * c + 2 * t + e; }
+  // Of head 8 c + 2 t + e.
+  DI uint8_t* place(int c, int e) const {
+    int at = (8 * c + e) * 512;
+    if (OUT_CHUNKED) at = group_of(head_of(c, e)) * p.heads_per_group * 480 + head_of(c, e) * 32;   // 512 group hpg + 32 member
+    return data + at * (FP8_OUTPUT ? 1 : 2);
+  }
+  DI void store_bf16(const float (&v)[8], float w, int c, int e) const {
+    if (head_of(c, e) < p.heads) *(uint4*)place(c, e) = make_uint4(pack_bf16(v[0] * w, v[1] * w), pack_bf16(v[2] * w, v[3] * w), pack_bf16(v[4] * w, v[5] * w), pack_bf16(v[6] * w, v[7] * w));
+  }
+  DI void store_fp8(const float (&v)[8], float f, int c, int e) const {
+    if (head_of(c, e) < p.heads) *(uint2*)place(c, e) = make_uint2(pack_e4m3(v[0] * f, v[1] * f) | (pack_e4m3(v[2] * f, v[3] * f) << 16), pack_e4m3(v[4] * f, v[5] * f) | (pack_e4m3(v[6] * f, v[7] * f) << 16));
+  }
+  DI static float largest(const float (&v)[8]) {
+    return fmaxf(fmaxf(fmaxf(fabsf(v[0]), fabsf(v[1])), fmaxf(fabsf(v[2]), fabsf(v[3]))), fmaxf(fmaxf(fabsf(v[4]), fabsf(v[5])), fmaxf(fabsf(v[6]), fabsf(v[7]))));
+  }
+  // Code of the scale of numbers up to `amax`.
+  DI static uint32_t scale_code(float amax) {
+    return (__float_as_uint(fmaxf(amax, 1e-4f) * (1.0f / 448.0f)) + 0x7fffff) >> 23;   // exponent, one more if the mantissa is not zero
+  }
+  DI static float unscale(uint32_t code) { return __uint_as_float((254 - code) << 23); }   // a power of two
+  // Head 8 c + 2 t + e times w, for a lane that knows only this head.
   DI void store(const float (&v)[8], float w, int c, int e) {
-    const int head = head0 + 8 * c + 2 * t + e;
-    int64_t at = (8 * c + e) * 512;
-    if (OUT_CHUNKED) { const int group = group_of(head); at = (int64_t)group * p.heads_per_group * 480 + head * 32; }   // 512 group hpg + 32 member
-    uint8_t* to = data + at * (FP8_OUTPUT ? 1 : 2);
-    const bool live = head < p.heads;
-    if (!FP8_OUTPUT) {
-      if (live) *(uint4*)to = make_uint4(pack_bf16(v[0] * w, v[1] * w), pack_bf16(v[2] * w, v[3] * w), pack_bf16(v[4] * w, v[5] * w), pack_bf16(v[6] * w, v[7] * w));
-      return;
-    }
-    float amax = fmaxf(fmaxf(fmaxf(fabsf(v[0]), fabsf(v[1])), fmaxf(fabsf(v[2]), fabsf(v[3]))), fmaxf(fmaxf(fabsf(v[4]), fabsf(v[5])), fmaxf(fabsf(v[6]), fabsf(v[7]))));
+    if (!FP8_OUTPUT) { store_bf16(v, w, c, e); return; }
+    float amax = largest(v);
     amax = fmaxf(amax, __shfl_xor_sync(~0u, amax, 4)); amax = fmaxf(amax, __shfl_xor_sync(~0u, amax, 8));
-    const uint32_t bits = __float_as_uint(fmaxf(amax * w, 1e-4f) * (1.0f / 448.0f));
-    const uint32_t code = (bits + 0x7fffff) >> 23;            // exponent, one more if the mantissa is not zero
-    const float f = __uint_as_float((254 - code) << 23) * w;  // the first factor is a power of two
-    if (live) *(uint2*)to = make_uint2(pack_e4m3(v[0] * f, v[1] * f) | (pack_e4m3(v[2] * f, v[3] * f) << 16), pack_e4m3(v[4] * f, v[5] * f) | (pack_e4m3(v[6] * f, v[7] * f) << 16));
+    const uint32_t code = scale_code(amax * w);
+    store_fp8(v, unscale(code) * w, c, e);
     if (part == 2 * (c & 1) + e) codes |= code << (8 * (c >> 1));
+  }
+  // What heads 8 c + 2 t + e are to be multiplied by, in `factors`: each lane finds those of four of them, whose scales it
+  // will store. top[2 c + e]: the largest of this lane's numbers; f: of heads lane and lane + 32, the share of a sum.
+  DI void find_scales(float (&top)[16], const float (&f)[2], float (&factors)[4]) {
+#pragma unroll
+    for (int x = 0; x < 8; x++) {          // the lane with the other bit of c
+      const int even = 4 * (x >> 1) + (x & 1);
+      const float give = part & 2 ? top[even] : top[even + 2], keep = part & 2 ? top[even + 2] : top[even];
+      top[even] = fmaxf(keep, __shfl_xor_sync(~0u, give, 8));
+    }
+#pragma unroll
+    for (int k = 0; k < 4; k++) {          // and of e
+      const float give = part & 1 ? top[4 * k] : top[4 * k + 1], keep = part & 1 ? top[4 * k + 1] : top[4 * k];
+      const float amax = fmaxf(keep, __shfl_xor_sync(~0u, give, 4));
+      const float w = __shfl_sync(~0u, f[k >> 1], 16 * (k & 1) + 8 * (part >> 1) + 2 * t + (part & 1));
+      const uint32_t code = scale_code(amax * w);
+      codes |= code << (8 * k);
+      factors[k] = unscale(code) * w;
+    }
   }
   // Scales of heads 8 c + .. for c from first to last; this lane's are those of c = 2 k + (part >> 1).
   DI void store_scales(int first, int last) const {
@@ -172,7 +199,6 @@ struct Output {
     }
   }
 };
-DI void unrotate_pair(float& x, float& y, float co, float si) { const float a = x, b = y; x = a * co + b * si; y = b * co - a * si; }
 // The last 64 dims of 64 heads, turned back. `table`: cosines of this lane's four pairs, sines 32 further.
 DI void unrotate_rows(float (&acc)[128], const float* table) {
   const float4 co = __ldg((const float4*)table), si = __ldg((const float4*)(table + 32));
@@ -183,15 +209,26 @@ DI void unrotate_rows(float (&acc)[128], const float* table) {
     unrotate_pair(a[64], a[66], co.z, si.z); unrotate_pair(a[96], a[98], co.w, si.w);
   }
 }
-template <int C> DI void store_rows(Output& out, const float (&acc)[128], const float (&f)[2]) {
+DI void dims_of(float (&v)[8], const float (&acc)[128], int c, int e) {
 #pragma unroll
-  for (int e = 0; e < 2; e++) {
-    float v[8];
+  for (int m = 0; m < 4; m++) { v[2 * m] = acc[32 * m + 4 * c + e]; v[2 * m + 1] = acc[32 * m + 4 * c + 2 + e]; }
+}
+// All rows of a warp; f: the shares of heads lane and lane + 32.
+DI void store_rows(Output& out, const float (&acc)[128], const float (&f)[2], int lane) {
+  float v[8], top[16], factors[4];
+  if (FP8_OUTPUT) {
 #pragma unroll
-    for (int m = 0; m < 4; m++) { v[2 * m] = acc[32 * m + 4 * C + e]; v[2 * m + 1] = acc[32 * m + 4 * C + 2 + e]; }
-    out.store(v, __shfl_sync(~0u, f[C >> 2], (8 * C + 2 * out.t + e) & 31), C, e);
+    for (int x = 0; x < 16; x++) { dims_of(v, acc, x >> 1, x & 1); top[x] = Output::largest(v); }
+    out.find_scales(top, f, factors);
   }
-  if constexpr (C < 7) store_rows<C + 1>(out, acc, f);
+#pragma unroll
+  for (int c = 0; c < 8; c++)
+#pragma unroll
+    for (int e = 0; e < 2; e++) {
+      dims_of(v, acc, c, e);
+      if (FP8_OUTPUT) out.store_fp8(v, __shfl_sync(~0u, factors[c >> 1], (lane & ~12) | (2 * (c & 1) + e) << 2), c, e);
+      else out.store_bf16(v, __shfl_sync(~0u, f[c >> 2], (8 * c + 2 * out.t + e) & 31), c, e);
+    }
 }
 #if SPLITS > 1
 constexpr int SLABS = 8 / SPLITS;   // of 64 dims, that a CTA finishes
@@ -209,12 +246,17 @@ template <int C> DI void send_rows(const Values& s, const float (&acc)[128], uin
 }
 #endif
 
-// What the output will need, into L1 while the tiles are under way.
-DI void prefetch_output(const Args& p, int lane, int head0, int position) {
+// What the output will need, and what will be asked of the next item, into L1 while the tiles are under way.
+DI void prefetch_ahead(const Args& p, int lane, int head0, int next_item) {
   const void* a = nullptr;
-  if (lane < 2 && p.unrotate_output) a = rope_row(p, position) + 32 * lane;
-  if ((lane & 30) == 2 && p.sink && head0 + 32 * (lane & 1) < p.heads) a = p.sink + head0 + 32 * (lane & 1);
-  if (a) asm volatile("prefetch.global.L1 [%0];" ::"l"(a));
+  if (lane < 2 && p.sink && head0 + 32 * lane < p.heads) a = p.sink + head0 + 32 * lane;
+  if (SPLITS == 1 && next_item < p.tokens * p.head_blocks) {   // a split token is a CTA's only one
+    const int token = token_of(p, next_item);
+    if (lane == 2 && p.a.lengths) a = p.a.lengths + token;
+    if (lane == 3 && p.b.lengths) a = p.b.lengths + token;
+    if (lane == 4 && p.positions) a = p.positions + (int64_t)token * p.position_step;
+  }
+  if (a) prefetch_l1(a);
 }
 
 // Of heads lane and lane + 32, if a tile had a key: the reference and the true maximum.
@@ -239,90 +281,114 @@ DI void read_sums(uint32_t base, int lane, int only, const float (&M)[2], float 
       L[i] += sum == 0.f ? 0.f : sum * exp2_fast(load_float(base + SUM_REFERENCE + x * 256 + head) - M[i]);
     }
 }
-// The sums that warpgroup 0 has of a token's rounded weights, to every warp of values.
+// The sums that each warpgroup has of half of a token's rounded weights, to every warp of values.
 DI void share_sums(const Values& s, uint32_t parity, const float (&total)[4], float (&L)[2]) {
-  const uint32_t sums = s.base + SUMS + parity * 256;
-  if (s.g == 0 && s.t == 0) { store_float(sums + (16 * s.w + s.g8) * 4, total[0]); store_float(sums + (16 * s.w + s.g8 + 8) * 4, total[2]); }
+  const uint32_t sums = s.base + SUMS + parity * 512;
+  int lane = s.lane;
+  forget(lane);                     // addresses are not kept, spilled, all along
+  const uint32_t own = sums + s.g * 256 + (16 * s.w + (lane >> 2)) * 4;
+  if ((lane & 3) == 0) { store_float(own, total[0]); store_float(own + 32, total[2]); }
   values_sync();
 #pragma unroll
-  for (int i = 0; i < 2; i++) L[i] = load_float(sums + (s.lane + 32 * i) * 4);
+  for (int i = 0; i < 2; i++) L[i] = load_float(sums + (lane + 32 * i) * 4) + load_float(sums + 256 + (lane + 32 * i) * 4);
+}
+
+// What the warps of values know of the tile after the one that they add.
+struct NextTile {
+  uint32_t word;               // Walk::word
+  int item;
+
+  DI bool exists() const { return (word & 3) != 2; }
+  DI bool compressed() const { return word & 1; }
+  DI bool last() const { return word & 32; }   // of its token
+};
+DI NextTile next_tile(uint32_t base, uint32_t tile) {
+  return {__shfl_sync(~0u, load_shared4(base + WHICH + 4 * (tile & 7)), 0), (int)__shfl_sync(~0u, load_shared4(base + ITEM + 4 * (tile & 7)), 0)};
 }
 
 DI void add_values(const Args& p, uint32_t base, int g, int w, int lane, int rank, int item0, int item_step) {
   Values s;
   s.base = base; s.g = g; s.w = w; s.lane = lane; s.g8 = lane >> 2; s.t = lane & 3;
   float acc[128];
-  const int items = p.tokens * p.head_blocks;
-  uint32_t done = 0, parity = 0;    // tiles; bit of the tokens that have keys
+  const int items = p.tokens * p.head_blocks, slab = 4 * g + w;   // slab: 64 dims, this warp's
+  uint32_t done = 0, tokens = 0;    // tiles; tokens that have keys
   int stage = 0, freed = STAGES - 1;   // of this tile and of the tile before, where the rows of a tile to come go
-  uint32_t phase = 0, freed_phase = 1;
+  uint32_t phase = 0;
   Coming coming{p};
   coming.lane = lane;
-  const Lookup lookup{p, base, 4 * g + w, lane, rank, item_step};
-  lookup.begin(item0);
+  Lookup{p, base, slab, lane, rank, item_step}.begin(item0);
   __syncthreads();                  // the first rows are looked up
-  Ahead ahead = look_ahead(p, item0);
+  NextTile next = next_tile(base, 0);
 #pragma unroll 1
-  for (int i = 0; i < STAGES - 1; i++) {
+  for (int i = 0; i < AHEAD; i++) {
     // The others are asked for when the first is there: at the start every CTA waits for device memory.
-    if (i == 1 && (load_shared4(base + WHICH) & 3) != 2) wait(base + RAW_FULL, 0);
-    coming.start(base, i, i, 4 * g + w, true);
+    if (i == 1 && next.exists()) wait(base + RAW_FULL, 0);
+    coming.look(base, i, slab);
+    coming.start(base, i, slab, true);
   }
   for (int item = item0; item < items; item += item_step) {
     const int token = token_of(p, item), head0 = (item - token * p.head_blocks) * 64;
-    const Span span = span_of(p, ahead.window_keys, ahead.compressed_keys, rank);
-    const int tiles = span.last - span.first, position = ahead.position.value(p);
-    prefetch_output(p, lane, head0, position);
-    if (SPLITS == 1) ahead = look_ahead(p, item + item_step);   // a split token is a CTA's only one
+    const bool has_keys = next.exists() && next.item == item;
+    const uint32_t parity = tokens & 1, at_position = base + POSITION + 4 * (tokens & 3);
+    prefetch_ahead(p, lane, head0, item + item_step);
     float M[2], L[2], T[2];   // of heads lane and lane + 32: reference and true maximum (log2 units), sum of the weights
 #pragma unroll
     for (int i = 0; i < 2; i++) { M[i] = -INF; L[i] = 0.f; T[i] = -INF; }
-    if (tiles == 0) {
+    if (!has_keys) {
 #pragma unroll
       for (int x = 0; x < 128; x++) acc[x] = 0.f;
     }
     float total[4] = {0.f, 0.f, 0.f, 0.f};
-    for (int j = 0; j < tiles; j++) {
+    bool first = true, last = !has_keys;
+    while (!last) {
       const int group = done & 1;
       const uint32_t raw = base + RAW + stage * STAGE, weights = base + WEIGHTS + group * 8192;
+      last = next.last();
       wait(base + FULL + 8 * group, (done >> 1) & 1);
+      const bool grew = load_shared4(base + GREW + 4 * group);
+      uint32_t some[2][4];
+      if (!WITH_LSE) load_weights(s, some, weights);
       wait(base + RAW_FULL + 8 * stage, phase);       // long over, but what the copies wrote is this thread's to read now
-      if (j > 0 && load_shared4(base + GREW + 4 * group)) {
+      if (!first && grew) {
         rescale(s, acc, base + RESCALE + group * 256);
-        if (!WITH_LSE && g == 0) rescale_sums(s, total, base + RESCALE + group * 256);
+        if (!WITH_LSE) rescale_sums(s, total, base + RESCALE + group * 256);
       }
-      if (!WITH_LSE && g == 0) add_weights(s, total, weights);
+      if (!WITH_LSE) { add_rows(total, some[0]); add_rows(total, some[1]); }
+      coming.look(base, done + AHEAD, slab);
+      const NextTile tile = next;
       const auto side = [&](int step) {
         if (step == 0) {
-          wait(base + RAW_EMPTY + 8 * freed, freed_phase);
-          coming.start(base, done + STAGES - 1, freed, 4 * g + w, false);
+          wait(base + WEIGHTS_EMPTY + 8 * (group ^ 1), ((done - 1) >> 1) & 1);   // the tile before, whose rows were in the stage
+          coming.start(base, freed, slab, false);
         } else {
           coming.copy(step - 1);
         }
-        if (step == 7) { coming.copy(7); lookup.next(done); }
+        if (step == 7) {
+          coming.copy(7);
+          next = next_tile(base, done + 1);
+        }
       };
-      if (A_KIND == B_KIND || span.first + j < span.window_tiles) add_tile<A_KIND>(s, acc, raw, weights, j == 0, side);
-      else add_tile<B_KIND>(s, acc, raw, weights, j == 0, side);
+      if (A_KIND == B_KIND || !tile.compressed()) add_tile<A_KIND>(s, acc, raw, weights, first, side);
+      else add_tile<B_KIND>(s, acc, raw, weights, first, side);
       __syncwarp();
-      arrive_once(base + RAW_EMPTY + 8 * stage);
-      if (j == tiles - 1) {
+      if (last) {
         read_references(base, lane, parity, M, T);
         if (WITH_LSE) {
-          read_sums(base, lane, tiles == 1 ? group : -1, M, L);
+          read_sums(base, lane, first ? group : -1, M, L);
           __syncwarp();
           arrive_once(base + SUMS_READ);
         }
       }
       arrive_once(base + WEIGHTS_EMPTY + 8 * group);
+      first = false;
       done++;
-      freed = stage; freed_phase = phase;
+      freed = stage;
       stage = stage == STAGES - 1 ? 0 : stage + 1;
       phase ^= stage == 0;
     }
-    if (!WITH_LSE && tiles > 0) share_sums(s, parity, total, L);
-    parity ^= tiles > 0;
+    if (!WITH_LSE && has_keys) share_sums(s, parity, total, L);
+    tokens += has_keys;
     float f[2];
-    const int slab = 4 * g + w;       // of 64 dims
     Output out{p, nullptr, token, head0, 0, s.g8 & 3, s.t};
 #if SPLITS == 1
 #pragma unroll
@@ -331,9 +397,9 @@ DI void add_values(const Args& p, uint32_t base, int g, int w, int lane, int ran
       f[i] = share(1.f, denominator(p, head, M[i], L[i]));
       if (g == 0 && w == 0) write_statistics(p, token, head, M[i], L[i], T[i]);
     }
-    if (slab == 7 && p.unrotate_output) unrotate_rows(acc, rope_row(p, position) + 4 * s.g8);
+    if (slab == 7 && has_keys && p.unrotate_output) unrotate_rows(acc, rope_row(p, load_shared4(at_position)) + 4 * s.g8);
     out.start(2 * slab + (s.g8 >> 2));
-    store_rows<0>(out, acc, f);
+    store_rows(out, acc, f, lane);
     out.store_scales(0, 7);
 #else
     if (g == 0 && w == 0) {
@@ -363,14 +429,14 @@ DI void add_values(const Args& p, uint32_t base, int g, int w, int lane, int ran
       if (rank == 0 && g == 0 && w == 0) write_statistics(p, token, head, top, all, true_max);
       f[i] = share(mine, denominator(p, head, top, all));
     }
-    if (slab == 7 && p.unrotate_output) unrotate_rows(acc, rope_row(p, position) + 4 * s.g8);
+    if (slab == 7 && has_keys && p.unrotate_output) unrotate_rows(acc, rope_row(p, load_shared4(at_position)) + 4 * s.g8);
     send_rows<0>(s, acc, remote(base + (rank * SLABS + slab % SLABS) * 16384 + lane * 16, slab / SLABS), f);
     cluster_arrive(); cluster_wait();
-    const int got = slab / SPLITS, to_finish = rank * SLABS + got, first = (slab % SPLITS) * SLABS;   // SPLITS warps share a slab
+    const int got = slab / SPLITS, to_finish = rank * SLABS + got, first_c = (slab % SPLITS) * SLABS;   // SPLITS warps share a slab
     out.start(2 * to_finish + (s.g8 >> 2));
 #pragma unroll
     for (int i = 0; i < SLABS; i++) {
-      const int c = first + i;
+      const int c = first_c + i;
 #pragma unroll
       for (int e = 0; e < 2; e++) {
         float v[8] = {0, 0, 0, 0, 0, 0, 0, 0};
@@ -384,7 +450,7 @@ DI void add_values(const Args& p, uint32_t base, int g, int w, int lane, int ran
         out.store(v, 1.f, c, e);
       }
     }
-    out.store_scales(first, first + SLABS - 1);
+    out.store_scales(first_c, first_c + SLABS - 1);
 #endif
   }
 }

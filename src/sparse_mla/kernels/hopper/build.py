@@ -30,6 +30,7 @@ MANY_HEADS = Body(
         "instructions.cuh",
         "attend_parts.cuh",
         "attend_rows.cuh",
+        "attend_query.cuh",
         "attend_values.cuh",
         "attend_scores.cuh",
     ),
