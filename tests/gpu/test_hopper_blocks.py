@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from chosen_blocks import CHOSEN
 
 from sparse_mla.kernels.contract import AttendCall, AttendOut, Layout
 from sparse_mla.kernels.hopper import attend as hopper
@@ -20,12 +21,6 @@ pytestmark = [
 ]
 RAGGED: dict[str, Any] = {"lengths": "random", "hole_probability": 0.1, "beyond_probability": 0.05}
 RECORDS = [("mxfp8", "mxfp8"), ("mxfp8", "nvfp4"), ("v4", "v4"), ("mxfp8_planar", "nvfp4_planar")]
-CHOSEN = [  # heads, tokens, heads of a block
-    *((64, 1, 8), (64, 3, 16), (64, 8, 16), (64, 32, 16)),
-    *((128, 1, 8), (128, 3, 16), (128, 8, 16), (128, 32, 64)),
-    *((33, 1, 8), (33, 3, 8), (33, 8, 16), (33, 32, 16)),
-    *((100, 1, 8), (100, 3, 16), (100, 8, 16), (100, 32, 64)),
-]
 
 
 def problem_of(heads: int, tokens: int, records: tuple[str, str] = RECORDS[0]) -> AttendProblem:

@@ -22,17 +22,17 @@ MICROSECONDS: dict[int, dict[int, float]] = {
     16: {1: 7.7, 32: 12.8, 64: 15.9, 128: 22.8, 512: 70.1},
     24: {1: 9.9, 32: 15.6, 64: 19.5, 128: 28.6, 512: 92.7},
     32: {1: 11.5, 32: 17.5, 64: 23.2, 128: 31.6, 512: 101.4},
-    MANY_HEADS_BLOCK: {1: 18.0, 32: 21.6, 64: 21.7, 128: 32.4, 256: 60.3, 512: 111.0},
+    MANY_HEADS_BLOCK: {1: 15.3, 32: 19.4, 64: 20.8, 128: 30.0, 256: 55.8, 512: 102.2},
 }
 """Time of a launch by heads of a block and rows of work (tokens x blocks); `block_heads` takes the least.
 
-Measured on an H200 with one block a token (docs/performance.md, 528-byte rows, 128 + 512 keys; 64 heads: 1 row with an
-earlier version, 32 rows taken for 64). Other records and longer lists are taken to order the bodies alike.
+Measured on an H200 with one block a token (docs/performance.md, 528-byte rows, 128 + 512 keys). Other records and longer
+lists are taken to order the bodies alike.
 """
 SEVERAL_BLOCKS = 0.92
 """Share of that time where blocks of one token read the same rows, from the L2: 0.89 to 0.92 for 2, 4 and 8 blocks."""
-HALF_EMPTY = 0.93
-"""Share of that time which `attend.cu` takes for at most half of its heads."""
+HALF_EMPTY = 0.92
+"""Share of that time which `attend.cu` takes for at most half of its heads, from 128 rows on."""
 ROWS_OF_A_ROUND = 132
 """Multiprocessors of an H200."""
 
