@@ -7,6 +7,7 @@ and asynchronous products can break. `tests/gpu/test_hopper.py` is the same on a
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from typing import Any
 
@@ -164,6 +165,49 @@ def test_tokens_of_none_one_and_several_tiles_in_turn(
         out = problem.allocate_out(fp8=True)
         emulator.run(body_of(heads), call, out, ctas=1, seed=seed)
         assert_matches_oracle(call, out, HOPPER_BODY)
+
+
+RANDOM_PAIRS = [
+    ("mxfp8", "mxfp8"),
+    ("mxfp8", "nvfp4"),
+    ("v4", "v4"),
+    ("mxfp8_planar", "nvfp4_planar"),
+    ("v4", "mxfp8"),
+]
+
+
+@pytest.mark.parametrize(
+    "seed", [*range(4), *(pytest.param(n, marks=pytest.mark.slow) for n in range(4, 200))]
+)
+def test_random_problems(seed: int, emulator: Any) -> None:
+    """Blocks of 64 heads: tokens of any number of tiles in turn, whole or split, warps as fast as the seed says."""
+    choose = random.Random(seed).choice
+    splits = choose([1, 1, 1, 2, 4])
+    window, compressed = choose(RANDOM_PAIRS)
+    tokens = choose(range(1, 8)) if splits == 1 else 1
+    problem = make_problem(
+        tokens=tokens,
+        heads=choose([33, 40, 64, 66, 128]),
+        window_keys=choose([1, 63, 64, 65, 128, 130, 200]),
+        compressed_keys=choose([None, 0, 5, 64, 70, 130, 260] if splits == 1 else [200, 400, 600]),
+        window_record=window,
+        compressed_record=compressed,
+        strided=choose([False, True]),
+        seed=seed,
+        **RAGGED,
+    )
+    layout = choose(list(Layout))
+    call = problem.call(query_layout=layout)
+    assert call.window.lengths is not None
+    most = torch.tensor([choose([0, 1, 30, 64, 65, 200]) for _ in range(tokens)], dtype=torch.int32)
+    lengths = call.window.lengths.minimum(most)  # what lies behind the old ones is poison
+    call = replace(call, window=replace(call.window, lengths=lengths))
+    lse = choose([False, True])
+    out = problem.allocate_out(
+        fp8=choose([False, True]), layout=layout, lse=lse, max_logits=lse and choose([False, True])
+    )
+    emulator.run(MANY_HEADS, call, out, splits=splits, ctas=choose([1, 2]), seed=seed)
+    assert_matches_oracle(call, out, HOPPER_BODY)
 
 
 @pytest.mark.parametrize("key_scale", [2.0**-12, 64.0])
