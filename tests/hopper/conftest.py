@@ -34,10 +34,6 @@ REPLACED = (  # instructions inside the roles, and what the headers have for the
     (r'asm volatile\("(fence\.mbarrier_init|setmaxnreg)[^\n]*', ""),
     (r'asm volatile\("mov\.b32[^\n]*"=r"\((\w+)\) : "r"\((\w+)\)\);', r"\1 = \2;"),
     (
-        r'asm volatile\("cp\.async\.cg[^\n]*::"r"\((.*)\), "l"\((.*)\), "r"\((live[^)]*)\) : "memory"\);',
-        r"copy_async<16>(\1, \2, \3);",
-    ),
-    (
         r'asm volatile\("st\.shared::cluster[^\n]*::"r"\((.*)\), '
         + ", ".join([r'"f"\((.*)\)'] * 4)
         + r' : "memory"\);',

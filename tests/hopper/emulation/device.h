@@ -111,7 +111,6 @@ static inline void store_float4(uint32_t a, float x, float y, float z, float w) 
 static inline float load_float(uint32_t a) { return get<float>(a); }
 static inline float2 load_float2(uint32_t a) { return get<float2>(a); }
 static inline float4 load_float4(uint32_t a) { return get<float4>(a); }
-static inline uint4 load_global16(const void* p) { if ((uintptr_t)p % 16) fail("unaligned query"); uint4 v; memcpy(&v, p, 16); return v; }
 static inline uint32_t remote(uint32_t a, int rank) { return a | (uint32_t)(rank + 1) << 24; }
 
 static inline Barrier& barrier_at(Block* c, uint32_t b) { auto i = c->bars.find(b); if (i == c->bars.end()) fail("no barrier at %u", b); return i->second; }
@@ -141,7 +140,7 @@ static inline void copies_land(bool all) {
     copies.erase(copies.begin() + i);
   }
 }
-template <int N> static inline void copy_async(uint32_t to, const void* from, int size) { if ((uintptr_t)from % N) fail("unaligned copy"); uint8_t* t = at(to, N); memset(t, 0, N); memcpy(t, from, size); }
+template <int N> static inline void copy_async(uint32_t to, const void* from, int size = N) { if ((uintptr_t)from % N) fail("unaligned copy"); uint8_t* t = at(to, N); memset(t, 0, N); memcpy(t, from, size); }
 static inline void copies_arrive(uint32_t b) { arrive(b); }
 static inline void copies_wait() {}
 

@@ -83,11 +83,10 @@ static inline void store_matrices_turned(uint32_t a, uint32_t x, uint32_t y, uin
 }
 
 static inline float load_remote(uint32_t a, int rank) { return get<float>(remote(a, rank)); }
-template <int N> static inline void copy_async(uint32_t to, const void* from) { copy_async<N>(to, from, N); }
 static inline void unrotate_pair(float& x, float& y, float co, float si) { const float a = x, b = y; x = a * co + b * si; y = b * co - a * si; }
 // A prefetch outside of its tensor would go unnoticed on a GPU.
 static inline void prefetch_l1(const void* a) { (void)*(const volatile char*)a; }
-static inline uint4 load_once(const void* a) { return *(const uint4*)a; }
+static inline uint4 load_once(const void* a) { if ((uintptr_t)a % 16) fail("unaligned query"); uint4 v; memcpy(&v, a, 16); return v; }
 static inline uint32_t load_shared1(uint32_t a) { return get<uint8_t>(a); }
 static inline void store_shared1(uint32_t a, uint32_t x) { put<uint8_t>(a, (uint8_t)x); }
 static inline void copy_commit() {}

@@ -63,10 +63,11 @@ struct RawPosition {
     return high < 0 ? -1 : high > 0 || low < 0 ? 0x7fffffff : low;
   }
 };
+DI const int* position_at(const Args& p, int token) { return p.positions + (int64_t)token * p.position_step; }
 DI RawPosition ask_position(const Args& p, int token) {
   RawPosition x = {0, 0};
   if (p.positions) {
-    const int* at = p.positions + (int64_t)token * p.position_step;
+    const int* at = position_at(p, token);
     x.low = __ldg(at); x.high = __ldg(at + p.position_step - 1);
   }
   return x;

@@ -19,17 +19,14 @@ struct QueryRows {
     block_step = p.query_chunked ? 128 * p.heads : 128;
     from = p.q + (int64_t)token * p.q_token_stride + (p.query_chunked ? (((lane >> 1) & 3) * p.heads + head) * 32 + (lane & 1) * 16 : head * p.q_head_stride + (lane & 7) * 16);
   }
-  // Starts copies of the bf16 values to the head's 128 bytes: blocks 0 to blocks - 1.
+  // Starts copies of the bf16 values to the head's 128 bytes, zeros for heads that do not exist: blocks 0 to blocks - 1.
   DI void copy(const Args& p, int blocks) const {
     const uint8_t* q = from;
 #pragma unroll 1
     for (int b = 0; b < blocks; b++, q += block_step)
 #pragma unroll
-      for (int n = 0; n < 4; n++) copy_piece(raw_at(n, b), n < live ? q + n * head_step : p.q, n < live);
+      for (int n = 0; n < 4; n++) copy_async<16>(raw_at(n, b), n < live ? q + n * head_step : p.q, n < live ? 16 : 0);
     copy_commit();
-  }
-  DI static void copy_piece(uint32_t to, const uint8_t* from, bool live) {   // 16 bytes, zeros if it is not live
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(live ? 16 : 0) : "memory");
   }
   DI uint32_t raw_at(int n, int b) const { return row + n * 512 + b * 8192 + (((lane & 7) ^ (4 * (n & 1) + (lane >> 3))) << 4); }
   // Blocks 4 to 7 to registers.
@@ -39,10 +36,6 @@ struct QueryRows {
     for (int n = 0; n < 4; n++, q += head_step)
 #pragma unroll
       for (int b = 0; b < 4; b++) x[4 * n + b] = n < live ? load_once(q + b * block_step) : make_uint4(0, 0, 0, 0);
-  }
-  DI static uint32_t turn(uint32_t pair, float c, float s) {
-    const float a = __uint_as_float(pair << 16), b = __uint_as_float(pair & 0xffff0000u);
-    return pack_bf16(a * c - b * s, a * s + b * c);
   }
   // Rotates 8 dims of the last block. `table`: cosines of the token's pairs, sines 32 further.
   DI void turn_dims(uint4& x, const float* table) const {

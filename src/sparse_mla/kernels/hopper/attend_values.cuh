@@ -145,19 +145,14 @@ struct Output {
     return data + at * (FP8_OUTPUT ? 1 : 2);
   }
   DI void store_bf16(const float (&v)[8], float w, int c, int e) const {
-    if (head_of(c, e) < p.heads) *(uint4*)place(c, e) = make_uint4(pack_bf16(v[0] * w, v[1] * w), pack_bf16(v[2] * w, v[3] * w), pack_bf16(v[4] * w, v[5] * w), pack_bf16(v[6] * w, v[7] * w));
+    if (head_of(c, e) < p.heads) *(uint4*)place(c, e) = bf16_of(v, w);
   }
   DI void store_fp8(const float (&v)[8], float f, int c, int e) const {
-    if (head_of(c, e) < p.heads) *(uint2*)place(c, e) = make_uint2(pack_e4m3(v[0] * f, v[1] * f) | (pack_e4m3(v[2] * f, v[3] * f) << 16), pack_e4m3(v[4] * f, v[5] * f) | (pack_e4m3(v[6] * f, v[7] * f) << 16));
+    if (head_of(c, e) < p.heads) *(uint2*)place(c, e) = e4m3_of(v, f);
   }
   DI static float largest(const float (&v)[8]) {
     return fmaxf(fmaxf(fmaxf(fabsf(v[0]), fabsf(v[1])), fmaxf(fabsf(v[2]), fabsf(v[3]))), fmaxf(fmaxf(fabsf(v[4]), fabsf(v[5])), fmaxf(fabsf(v[6]), fabsf(v[7]))));
   }
-  // Code of the scale of numbers up to `amax`.
-  DI static uint32_t scale_code(float amax) {
-    return (__float_as_uint(fmaxf(amax, 1e-4f) * (1.0f / 448.0f)) + 0x7fffff) >> 23;   // exponent, one more if the mantissa is not zero
-  }
-  DI static float unscale(uint32_t code) { return __uint_as_float((254 - code) << 23); }   // a power of two
   // Head 8 c + 2 t + e times w, for a lane that knows only this head.
   DI void store(const float (&v)[8], float w, int c, int e) {
     if (!FP8_OUTPUT) { store_bf16(v, w, c, e); return; }
@@ -254,7 +249,7 @@ DI void prefetch_ahead(const Args& p, int lane, int head0, int next_item) {
     const int token = token_of(p, next_item);
     if (lane == 2 && p.a.lengths) a = p.a.lengths + token;
     if (lane == 3 && p.b.lengths) a = p.b.lengths + token;
-    if (lane == 4 && p.positions) a = p.positions + (int64_t)token * p.position_step;
+    if (lane == 4 && p.positions) a = position_at(p, token);
   }
   if (a) prefetch_l1(a);
 }

@@ -318,21 +318,20 @@ DI void store_head(const Args& p, int token, int head, float (&v)[8], float weig
   uint8_t* to = p.out + (start + (OUT_CHUNKED ? (block * hpg + member) * 32 + 8 * (g & 3) : 64 * w + 8 * g)) * (FP8_OUTPUT ? 1 : 2);
   const bool live = head < p.heads;
   if (!FP8_OUTPUT) {
-    if (live) *(uint4*)to = make_uint4(pack_bf16(v[0] * weight, v[1] * weight), pack_bf16(v[2] * weight, v[3] * weight), pack_bf16(v[4] * weight, v[5] * weight), pack_bf16(v[6] * weight, v[7] * weight));
+    if (live) *(uint4*)to = bf16_of(v, weight);
     return;
   }
   float amax = 0.f;
 #pragma unroll
   for (int i = 0; i < 8; i++) amax = fmaxf(amax, fabsf(v[i]));
   amax = fmaxf(amax, __shfl_xor_sync(~0u, amax, 4)); amax = fmaxf(amax, __shfl_xor_sync(~0u, amax, 8));
-  const uint32_t bits = __float_as_uint(fmaxf(amax * weight, 1e-4f) * (1.0f / 448.0f));
-  const uint32_t byte = (bits + 0x7fffff) >> 23;                 // exponent, one more if the mantissa is not zero
-  const float f = __uint_as_float((254 - byte) << 23) * weight;  // the first factor is a power of two
+  const uint32_t code = scale_code(amax * weight);
+  const float f = unscale(code) * weight;
   if (!live) return;
-  *(uint2*)to = make_uint2(pack_e4m3(v[0] * f, v[1] * f) | (pack_e4m3(v[2] * f, v[3] * f) << 16), pack_e4m3(v[4] * f, v[5] * f) | (pack_e4m3(v[6] * f, v[7] * f) << 16));
+  *(uint2*)to = e4m3_of(v, f);
   if ((g & 3) == 0) {
     const int number = OUT_CHUNKED ? block * hpg + member : member * 16 + block;
-    ((uint8_t*)p.scales)[(((int64_t)group * 4 * hpg + (number >> 2)) * p.scale_stride + token) * 4 + (number & 3)] = (uint8_t)byte;
+    ((uint8_t*)p.scales)[(((int64_t)group * 4 * hpg + (number >> 2)) * p.scale_stride + token) * 4 + (number & 3)] = (uint8_t)code;
   }
 }
 

@@ -6,10 +6,8 @@
 
 // ---------------------------------------------------------------- instructions
 DI uint32_t load_shared2(uint32_t a) { uint16_t v; asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(a) : "memory"); return v; }
-DI void store_float4(uint32_t a, float x, float y, float z, float w) { asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(a), "f"(x), "f"(y), "f"(z), "f"(w) : "memory"); }
 DI float4 load_float4(uint32_t a) { float4 v; asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(a) : "memory"); return v; }
 DI void load_matrices2(uint32_t (&r)[2], uint32_t a) { asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0,%1}, [%2];" : "=r"(r[0]), "=r"(r[1]) : "r"(a) : "memory"); }
-DI uint4 load_global16(const void* p) { uint4 v; asm volatile("ld.global.nc.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p)); return v; }
 // A value that all lanes of the warp agree on, known as such to the compiler.
 DI int uniform(int x) { int r; asm volatile("redux.sync.min.s32 %0, %1, 0xffffffff;" : "=r"(r) : "r"(x)); return r; }
 template <int ID> DI void meet() { asm volatile("bar.sync %0, 256;" ::"n"(ID) : "memory"); }
@@ -18,11 +16,6 @@ template <int ID> DI bool meet_or(bool x) {
   int r;
   asm volatile("{\n.reg .pred p, q;\nsetp.ne.s32 p, %1, 0;\nbar.red.or.pred q, %2, 256, p;\nselp.s32 %0, 1, 0, q;\n}" : "=r"(r) : "r"((int)x), "n"(ID) : "memory");
   return r;
-}
-// `size` bytes are copied and the rest of N is zero.
-template <int N> DI void copy_async(uint32_t to, const void* from, int size) {
-  if (N == 16) asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(size) : "memory");
-  else asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(to), "l"(from), "n"(N), "r"(size) : "memory");
 }
 // Until this thread's copies are done.
 DI void copies_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }

@@ -58,10 +58,6 @@ DI void ask_sinks(const Args& p, uint32_t base, int lane, int item, int n) {
 DI void ask_angles(const Args& p, uint32_t base, int lane, int n) {
   if (lane < 16 && (p.rotate_query || p.unrotate_output)) copy_async<16>(base + ANGLES + (n & 3) * 256 + lane * 16, rope_row(p, position_of(p, base, n)) + lane * 4, 16);
 }
-DI uint32_t turn(uint32_t pair, float c, float s) {
-  const float a = __uint_as_float(pair << 16), b = __uint_as_float(pair & 0xffff0000u);
-  return pack_bf16(a * c - b * s, a * s + b * c);
-}
 // Of what the warp asked for: rotates, rounds to bf16, widens to f16, orders, and stores where all score warps find it.
 DI void finish_query(const Args& p, uint32_t query, uint32_t angles, int d, int lane) {
 #pragma unroll

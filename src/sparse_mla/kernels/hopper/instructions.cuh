@@ -43,6 +43,11 @@ DI void copy_row_together(uint32_t to, const void* from, uint32_t bytes, uint32_
       "@q cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];\n}"
       ::"r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
 }
+// 4, 8 or 16 bytes, of which `size` are copied and the rest is zero.
+template <int N> DI void copy_async(uint32_t to, const void* from, int size = N) {
+  if (N == 16) asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(size) : "memory");
+  else asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(to), "l"(from), "n"(N), "r"(size) : "memory");
+}
 DI void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int N> DI void copy_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory"); }
 // This thread's copies so far arrive on a barrier when they are done.
@@ -71,3 +76,14 @@ DI uint32_t least_f16(uint32_t a, uint32_t b) { uint32_t r; asm("min.f16x2 %0, %
 // ---------------------------------------------------------------- of both bodies
 DI uint32_t page_of(const KeyArgs& k, uint32_t slot) { return k.page_mul ? __umulhi(slot, k.page_mul) >> k.page_shift : slot; }
 DI const float* rope_row(const Args& p, int position) { return p.rope + (int64_t)min(max(position, 0), p.rope_rows - 1) * 64; }
+// A bf16 pair of a query, rotated and rounded to bf16 again.
+DI uint32_t turn(uint32_t pair, float c, float s) {
+  const float a = __uint_as_float(pair << 16), b = __uint_as_float(pair & 0xffff0000u);
+  return pack_bf16(a * c - b * s, a * s + b * c);
+}
+// Eight neighbouring numbers of an output, times w.
+DI uint4 bf16_of(const float (&v)[8], float w) { return make_uint4(pack_bf16(v[0] * w, v[1] * w), pack_bf16(v[2] * w, v[3] * w), pack_bf16(v[4] * w, v[5] * w), pack_bf16(v[6] * w, v[7] * w)); }
+DI uint2 e4m3_of(const float (&v)[8], float w) { return make_uint2(pack_e4m3(v[0] * w, v[1] * w) | (pack_e4m3(v[2] * w, v[3] * w) << 16), pack_e4m3(v[4] * w, v[5] * w) | (pack_e4m3(v[6] * w, v[7] * w) << 16)); }
+// ue8m0 code of the scale of numbers up to `amax`: exponent, one more if the mantissa is not zero.
+DI uint32_t scale_code(float amax) { return (__float_as_uint(fmaxf(amax, 1e-4f) * (1.0f / 448.0f)) + 0x7fffff) >> 23; }
+DI float unscale(uint32_t code) { return __uint_as_float((254 - code) << 23); }   // a power of two
