@@ -13,9 +13,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from sparse_mla.kernels.hopper.bodies import SOURCE_FOLDER
+from sparse_mla.kernels.hopper.bodies import MANY_HEADS_BLOCK, SOURCE_FOLDER, block_heads
 
-SCORE_EVENTS = ("begin", "rows", "scored", "space", "settled", "weighed")
 ROLES: dict[str, dict[str, tuple[slice, tuple[str, ...]]]] = {
     "few_heads.cu": {
         "producers": (slice(16, 20), ("begin", "first free", "second free", "end")),
@@ -23,7 +22,7 @@ ROLES: dict[str, dict[str, tuple[slice, tuple[str, ...]]]] = {
         "values": (slice(8, 16), ("begin", "weights", "added", "end")),
     },
     "attend.cu": {
-        "scores": (slice(8, 16), SCORE_EVENTS),
+        "scores": (slice(8, 16), ("begin", "rows", "scored", "space", "settled", "weighed")),
         "values": (slice(0, 8), ("begin", "weights", "added", "end")),
     },
 }
@@ -40,7 +39,7 @@ FIRST_TOKEN = 56
 """Where stamps of tokens begin."""
 NEVER = 1 << 31
 """No launch takes so many clocks: a stamp that was not set."""
-STAMP = """// [CTA][warp][tile, or 56 + token, or 63 for the start][event]
+STAMP = """// [CTA][warp][tile, or FIRST_TOKEN + token, or 63 for the start][event]
 __device__ unsigned int stamps[132 * 20 * 64 * 8];
 DI void stamp(int warp, int n, int event) {
   if ((threadIdx.x & 31) != 0 || n >= 64) return;
@@ -48,67 +47,59 @@ DI void stamp(int warp, int n, int event) {
   asm volatile("mov.u32 %0, %%clock;" : "=r"(clocks) :: "memory");
   stamps[((blockIdx.x * 20 + warp) * 64 + n) * 8 + event] = clocks;
 }"""
-EDITS: dict[str, tuple[tuple[str, str], ...]] = {
+SCORE_TILE = "stamp(8 + 4 * group + w, 2 * own + group, {});\n"
+SCORE_TOKEN = f"stamp(8 + 4 * group + w, {FIRST_TOKEN} + item / 132, {{}});\n"
+VALUE_TILE = "stamp(4 * g + w, done, {});\n"
+VALUE_TOKEN = f"stamp(4 * g + w, {FIRST_TOKEN} + item / 132, {{}});\n"
+EDITS: dict[str, tuple[tuple[str, str, str], ...]] = {
     "few_heads.cu": (
-        ("uint8_t zero_row[640];", "uint8_t zero_row[640];\n" + STAMP),
-        ("  while (work.exists()) {\n", "  int seen = 0;\n  while (work.exists()) {\n    stamp(16 + w, seen, 0);\n"),
-        ("      wait(base + EMPTY + 8 * at.place, at.round ^ 1);\n",
-         "      wait(base + EMPTY + 8 * at.place, at.round ^ 1);\n      stamp(16 + w, seen, 1 + h);\n"),
-        ("    ring = ring.ahead(work.blocks());\n    work = next_work;\n",
-         "    stamp(16 + w, seen++, 3);\n    ring = ring.ahead(work.blocks());\n    work = next_work;\n"),
-        ("  wait_for_launch_before();\n", "  wait_for_launch_before();\n  stamp(warp, 63, 0);\n"),
+        ("", "uint8_t zero_row[640];", "\n" + STAMP),
+        ("  int seen = 0;\n", "  while (work.exists()) {\n", "    stamp(16 + w, seen, 0);\n"),
+        ("", "      wait(base + EMPTY + 8 * at.place, at.round ^ 1);\n", "      stamp(16 + w, seen, 1 + h);\n"),
+        ("    stamp(16 + w, seen++, 3);\n", "    ring = ring.ahead(work.blocks());\n    work = next_work;\n", ""),
+        ("", "  wait_for_launch_before();\n", "  stamp(warp, 63, 0);\n"),
     ),
     "few_heads_scores.cuh": (
-        ("  float S[HEAD_TILES][4];\n\n", "  float S[HEAD_TILES][4];\n  int seen;\n\n"),
-        ("    Cursor cursor;\n    if (warp == 7) {\n", "    Cursor cursor;\n    seen = 0;\n    if (warp == 7) {\n"),
-        ("    const bool active = warp < work.blocks();\n",
-         "    const bool active = warp < work.blocks();\n    stamp(warp, seen, 0);\n"),
-        ("    wait(base + FULL + 8 * at.place, at.round);\n",
-         "    wait(base + FULL + 8 * at.place, at.round);\n    stamp(warp, seen, 1);\n"),
-        ("    bool grew = false;\n", "    stamp(warp, seen, 2);\n    bool grew = false;\n"),
-        ("    publish(work.bits |", "    stamp(warp, seen++, 3);\n    publish(work.bits |"),
-        ("      finish(n, rank);\n", "      stamp(warp, 56 + n, 0);\n      finish(n, rank);\n      stamp(warp, 56 + n, 1);\n"),
-        ("      q.load();\n", "      q.load();\n      if (n > 0) stamp(warp, 55 + n, 2);\n"),
+        ("", "  float S[HEAD_TILES][4];\n", "  int seen;\n"),
+        ("", "    Cursor cursor;\n", "    seen = 0;\n"),
+        ("", "    const bool active = warp < work.blocks();\n", "    stamp(warp, seen, 0);\n"),
+        ("", "    wait(base + FULL + 8 * at.place, at.round);\n", "    stamp(warp, seen, 1);\n"),
+        ("    stamp(warp, seen, 2);\n", "    bool grew = false;\n", ""),
+        ("    stamp(warp, seen++, 3);\n", "    publish(work.bits |", ""),
+        (f"      stamp(warp, {FIRST_TOKEN} + n, 0);\n", "      finish(n, rank);\n", f"      stamp(warp, {FIRST_TOKEN} + n, 1);\n"),
+        ("", "      q.load();\n", f"      if (n > 0) stamp(warp, {FIRST_TOKEN} - 1 + n, 2);\n"),
     ),
     "few_heads_values.cuh": (
-        ("    while (true) {\n", "    int seen = 0;\n    while (true) {\n      stamp(8 + warp, seen, 0);\n"),
-        ("      if (!work.exists()) break;\n", "      if (!work.exists()) break;\n      stamp(8 + warp, seen, 1);\n"),
-        ("      add(work, ring, parity);\n", "      add(work, ring, parity);\n      stamp(8 + warp, seen, 2);\n"),
-        ("      ring = ring.ahead(work.blocks());\n", "      stamp(8 + warp, seen++, 3);\n      ring = ring.ahead(work.blocks());\n"),
+        ("    int seen = 0;\n", "    while (true) {\n", "      stamp(8 + warp, seen, 0);\n"),
+        ("", "      if (!work.exists()) break;\n", "      stamp(8 + warp, seen, 1);\n"),
+        ("", "      add(work, ring, parity);\n", "      stamp(8 + warp, seen, 2);\n"),
+        ("      stamp(8 + warp, seen++, 3);\n", "      ring = ring.ahead(work.blocks());\n", ""),
     ),
     "attend.cu": (
-        ("uint8_t zero_row[1024];", "uint8_t zero_row[1024];\n" + STAMP),
-        ("  wait_for_launch_before();\n", "  wait_for_launch_before();\n  stamp(warp, 63, 0);\n"),
+        ("", "uint8_t zero_row[1024];", "\n" + STAMP),
+        ("", "  wait_for_launch_before();\n", "  stamp(warp, 63, 0);\n"),
     ),
     "attend_scores.cuh": (
-        ("    float S[32];\n", "    float S[32];\n    stamp(8 + 4 * group + w, 2 * own + group, 0);\n"),
-        ("    wait(base + RAW_FULL + 8 * stage, phase);\n", "    wait(base + RAW_FULL + 8 * stage, phase);\n    stamp(8 + 4 * group + w, 2 * own + group, 1);\n"),
-        ("    wait(base + WEIGHTS_EMPTY + 8 * group, (own & 1) ^ 1);\n",
-         "    stamp(8 + 4 * group + w, 2 * own + group, 2);\n    wait(base + WEIGHTS_EMPTY + 8 * group, (own & 1) ^ 1);\n"),
-        ("    const bool met = ", "    stamp(8 + 4 * group + w, 2 * own + group, 3);\n    const bool met = "),
-        ("    arrive_once(base + SETTLED + 8 * group);\n",
-         "    arrive_once(base + SETTLED + 8 * group);\n    stamp(8 + 4 * group + w, 2 * own + group, 4);\n"),
-        ("    arrive_once(base + FULL + 8 * group);\n",
-         "    arrive_once(base + FULL + 8 * group);\n    stamp(8 + 4 * group + w, 2 * own + group, 5);\n"),
-        ("    const QueryRows rows = query_rows(item);\n",
-         "    stamp(8 + 4 * group + w, 56 + item / 132, 0);\n    const QueryRows rows = query_rows(item);\n"),
-        ("      rows.copy(p, 4);\n", "      stamp(8 + 4 * group + w, 56 + item / 132, 1);\n      rows.copy(p, 4);\n"),
-        ("      rows.store_loaded(loaded, table);\n", "      stamp(8 + 4 * group + w, 56 + item / 132, 2);\n      rows.store_loaded(loaded, table);\n"),
-        ("    rows.publish(base, copied ? 8 : 4, table);\n",
-         ("    stamp(8 + 4 * group + w, 56 + item / 132, 3);\n    rows.publish(base, copied ? 8 : 4, table);\n"
-          "    stamp(8 + 4 * group + w, 56 + item / 132, 4);\n")),
+        ("", "    float S[32];\n", SCORE_TILE.format(0)),
+        ("", "    wait(base + RAW_FULL + 8 * stage, phase);\n", SCORE_TILE.format(1)),
+        (SCORE_TILE.format(2), "    wait(base + WEIGHTS_EMPTY + 8 * group, (own & 1) ^ 1);\n", ""),
+        (SCORE_TILE.format(3), "    const bool met = ", ""),
+        ("", "    arrive_once(base + SETTLED + 8 * group);\n", SCORE_TILE.format(4)),
+        ("", "    arrive_once(base + FULL + 8 * group);\n", SCORE_TILE.format(5)),
+        (SCORE_TOKEN.format(0), "    const QueryRows rows = query_rows(item);\n", ""),
+        (SCORE_TOKEN.format(1), "      rows.copy(p, 4);\n", ""),
+        (SCORE_TOKEN.format(2), "      rows.store_loaded(loaded, table);\n", ""),
+        (SCORE_TOKEN.format(3), "    rows.publish(base, copied ? 8 : 4, table);\n", SCORE_TOKEN.format(4)),
     ),
     "attend_values.cuh": (
-        ("      wait(base + FULL + 8 * group, (done >> 1) & 1);\n",
-         "      stamp(4 * g + w, done, 0);\n      wait(base + FULL + 8 * group, (done >> 1) & 1);\n      stamp(4 * g + w, done, 1);\n"),
-        ("      if (last) {\n", "      stamp(4 * g + w, done, 2);\n      if (last) {\n"),
-        ("      arrive_once(base + WEIGHTS_EMPTY + 8 * group);\n",
-         "      arrive_once(base + WEIGHTS_EMPTY + 8 * group);\n      stamp(4 * g + w, done, 3);\n"),
-        ("    tokens += has_keys;\n", "    tokens += has_keys;\n    stamp(4 * g + w, 56 + item / 132, 0);\n"),
-        ("    out.store_scales(0, 7);\n", "    out.store_scales(0, 7);\n    stamp(4 * g + w, 56 + item / 132, 1);\n"),
+        (VALUE_TILE.format(0), "      wait(base + FULL + 8 * group, (done >> 1) & 1);\n", VALUE_TILE.format(1)),
+        (VALUE_TILE.format(2), "      if (last) {\n", ""),
+        ("", "      arrive_once(base + WEIGHTS_EMPTY + 8 * group);\n", VALUE_TILE.format(3)),
+        ("", "    tokens += has_keys;\n", VALUE_TOKEN.format(0)),
+        ("", "    out.store_scales(0, 7);\n", VALUE_TOKEN.format(1)),
     ),
 }  # fmt: skip
-"""File -> (text that stands there once, what replaces it)."""
+"""File -> (what comes before, text that stands there once, what comes after it)."""
 
 
 def stamped(name: str, text: str) -> str:
@@ -117,10 +108,10 @@ def stamped(name: str, text: str) -> str:
     Raises:
         ValueError: a place is not there, or not once: the kernel has changed, and EDITS must follow.
     """
-    for place, replacement in EDITS.get(name, ()):
+    for before, place, after in EDITS.get(name, ()):
         if text.count(place) != 1:
             raise ValueError(f"{name} has {text.count(place)} times: {place!r}")
-        text = text.replace(place, replacement)
+        text = text.replace(place, before + place + after)
     return text
 
 
@@ -187,10 +178,11 @@ def main() -> None:
     parser.add_argument("--sources", type=Path, default=SOURCE_FOLDER)
     options = parser.parse_args()
     clocks = clocks_of(options.heads, options.tokens, options.sources)
-    body = "attend.cu" if options.heads > 32 else "few_heads.cu"
+    many = block_heads(options.heads, options.tokens, False) == MANY_HEADS_BLOCK
+    body = "attend.cu" if many else "few_heads.cu"
     rounds = -(-options.tokens // 132)
     ctas = slice(0, options.tokens - 132 * (rounds - 1))  # those with most tokens
-    for tile in range(min((10 if body == "attend.cu" else 5) * rounds, FIRST_TOKEN)):
+    for tile in range(min((10 if many else 5) * rounds, FIRST_TOKEN)):
         for role, (warps, events) in ROLES[body].items():
             print(f"tile {tile:2} {role:9} {line(clocks[ctas, warps, tile], events)}")
     for token in range(min(rounds, 63 - FIRST_TOKEN)):

@@ -28,7 +28,9 @@ def test_stamped_sources_compile(
     monkeypatch.setattr(Body, "source", lambda body: landed(body, tmp_path))
     for body, head_tiles in ((FEW_HEADS, 1), (MANY_HEADS, 0)):
         edits = [trace.EDITS[name] for name in (body.file, *body.headers) if name in trace.EDITS]
-        put_in = sum(text.count("stamp(") for places in edits for _, text in places)
+        put_in = sum(
+            (before + after).count("stamp(") for places in edits for before, _, after in places
+        )
         assert body.source().count("stamp(") == put_in
         (tmp_path / body.file[:-3]).mkdir()
         variant = Variant(MXFP8, MXFP8, 1, True, True, False, head_tiles)
