@@ -30,7 +30,10 @@ ROLES: dict[str, dict[str, tuple[slice, tuple[str, ...]]]] = {
 TOKEN_ROLES: dict[str, dict[str, tuple[slice, tuple[str, ...]]]] = {
     "few_heads.cu": {"scores": (slice(0, 8), ("over", "told", "next query"))},
     "attend.cu": {
-        "scores": (slice(8, 16), ("begin", "half free", "free", "half stored", "stored")),
+        "scores": (
+            slice(8, 16),
+            ("half free", "free", "asked", "half", "half widened", "rest", "widened"),
+        ),
         "values": (slice(0, 8), ("summed", "written")),
     },
 }
@@ -49,11 +52,12 @@ DI void stamp(int warp, int n, int event) {
 }"""
 SCORE_TILE = "stamp(8 + 4 * group + w, 2 * own + group, {});\n"
 SCORE_TOKEN = f"stamp(8 + 4 * group + w, {FIRST_TOKEN} + item / 132, {{}});\n"
+QUERY_HALF = f"stamp(8 + 4 * group + w, {FIRST_TOKEN} + number, {{}} + 2 * half);\n"
 VALUE_TILE = "stamp(4 * g + w, done, {});\n"
 VALUE_TOKEN = f"stamp(4 * g + w, {FIRST_TOKEN} + item / 132, {{}});\n"
 EDITS: dict[str, tuple[tuple[str, str, str], ...]] = {
     "few_heads.cu": (
-        ("", "uint8_t zero_row[640];", "\n" + STAMP),
+        ("", "uint8_t zero_row[1024];", "\n" + STAMP),
         ("  int seen = 0;\n", "  while (work.exists()) {\n", "    stamp(16 + w, seen, 0);\n"),
         ("", "      wait(base + EMPTY + 8 * at.place, at.round ^ 1);\n", "      stamp(16 + w, seen, 1 + h);\n"),
         ("    stamp(16 + w, seen++, 3);\n", "    ring = ring.ahead(work.blocks());\n    work = next_work;\n", ""),
@@ -86,10 +90,10 @@ EDITS: dict[str, tuple[tuple[str, str, str], ...]] = {
         (SCORE_TILE.format(3), "    const bool met = ", ""),
         ("", "    arrive_once(base + SETTLED + 8 * group);\n", SCORE_TILE.format(4)),
         ("", "    arrive_once(base + FULL + 8 * group);\n", SCORE_TILE.format(5)),
-        (SCORE_TOKEN.format(0), "    const QueryRows rows = query_rows(item);\n", ""),
-        (SCORE_TOKEN.format(1), "      rows.copy(p, 4);\n", ""),
-        (SCORE_TOKEN.format(2), "      rows.store_loaded(loaded, table);\n", ""),
-        (SCORE_TOKEN.format(3), "    rows.publish(base, copied ? 8 : 4, table);\n", SCORE_TOKEN.format(4)),
+        ("", "    wait(base + SETTLED + 8 * group, (own & 1) ^ 1);   // of this group's other warps\n", SCORE_TOKEN.format(0)),
+        (SCORE_TOKEN.format(1), "    ask_rest(item, number, position);\n", SCORE_TOKEN.format(2)),
+        ("", "    wait(base + QUERY_RAW + 8 * half, number & 1);\n", QUERY_HALF.format(3)),
+        ("", "    QueryRows(base, base + ANGLES + 256 * number, rows, l).widen(half, p.rotate_query);\n", QUERY_HALF.format(4)),
     ),
     "attend_values.cuh": (
         (VALUE_TILE.format(0), "      wait(base + FULL + 8 * group, (done >> 1) & 1);\n", VALUE_TILE.format(1)),

@@ -13,6 +13,7 @@ from typing import Any
 
 import fences
 import pytest
+import torch
 
 from sparse_mla.kernels.contract import AttendCall, AttendOut, KeySet
 from sparse_mla.kernels.hopper import attend as hopper
@@ -26,6 +27,7 @@ from sparse_mla.kernels.hopper.build import MANY_HEADS, Variant
 from sparse_mla.testing.compare import HOPPER_BODY, assert_matches_oracle
 from sparse_mla.testing.inputs import AttendProblem
 
+ZEROS = torch.zeros(1024, dtype=torch.uint8)
 COMPILER = shutil.which("g++")
 NVCC = shutil.which("nvcc")
 HERE = Path(__file__).parent / "emulation"
@@ -121,6 +123,7 @@ class Emulator:
         head_blocks = -(-call.num_heads // block)
         call, out, made = between_fences(replace(call, q=hopper._readable_query(call)), out)
         arguments = hopper._arguments(call, out, call.q, head_blocks)
+        arguments.zeros = ZEROS.data_ptr()
         items = call.num_tokens * head_blocks
         grid = items * splits if splits > 1 else min(items, ctas)
         assert self.library(body, variant).emulate(ctypes.byref(arguments), grid, seed) == 0

@@ -6,6 +6,7 @@ import random
 from dataclasses import replace
 
 import pytest
+import torch
 
 from sparse_mla.cache.records import INDEX_FP8
 from sparse_mla.errors import UnsupportedError
@@ -65,6 +66,19 @@ def test_a_refused_call_raises_before_anything_is_written() -> None:
     with pytest.raises(UnsupportedError, match="scale: got -1.0; allowed: a positive number"):
         hopper.attend(replace(problem.call(), scale=-1.0), out)
     assert bool(out.data.isnan().all())
+
+
+def test_a_query_is_copied_only_where_the_kernel_cannot_read_it() -> None:
+    call = make_problem(tokens=4, heads=64, window_keys=4, compressed_keys=4).call()
+    strided = torch.empty(9, 70, 520, dtype=torch.bfloat16)[1:9:2, 3:67, 8:]
+    shifted = torch.empty(4, 64, 513, dtype=torch.bfloat16)[..., 1:]
+    repeated = call.q[:1].expand(4, 64, 512)
+    for q in (call.q, strided):
+        assert hopper._readable_query(replace(call, q=q)) is q
+    for q in (shifted, repeated):
+        read = hopper._readable_query(replace(call, q=q))
+        assert read.is_contiguous()
+        assert torch.equal(read.view(torch.int16), q.view(torch.int16))
 
 
 def test_no_tokens_is_no_launch() -> None:

@@ -55,9 +55,10 @@ static inline void mma_commit() {}
 template <int N> static inline void mma_wait() { together(25, 0, nothing); }
 
 static inline void values_sync() { gather(3, 256, false); }
+static inline void scores_sync() { gather(4, 256, false); }
 static inline void group_sync(int g) { gather(g + 1, 128, false); }
 static inline bool group_any(int g, bool x) { return gather(g + 1, 128, x); }
-static inline void forget(int&) {}
+template <class T> static inline void forget(T&) {}
 static inline bool one_lane() { together(31, 0, nothing); return cur->lane == 0; }
 #ifdef EVERY_LANE_ARRIVES
 static inline void arrive_once(uint32_t b) { arrive(b); }
@@ -86,11 +87,19 @@ static inline float load_remote(uint32_t a, int rank) { return get<float>(remote
 static inline void unrotate_pair(float& x, float& y, float co, float si) { const float a = x, b = y; x = a * co + b * si; y = b * co - a * si; }
 // A prefetch outside of its tensor would go unnoticed on a GPU.
 static inline void prefetch_l1(const void* a) { (void)*(const volatile char*)a; }
-static inline uint4 load_once(const void* a) { if ((uintptr_t)a % 16) fail("unaligned query"); uint4 v; memcpy(&v, a, 16); return v; }
 static inline uint32_t load_shared1(uint32_t a) { return get<uint8_t>(a); }
 static inline void store_shared1(uint32_t a, uint32_t x) { put<uint8_t>(a, (uint8_t)x); }
 static inline void copy_commit() {}
 template <int N> static inline void copy_wait() {}
+template <class A, class M> static inline void copy_query(const A& p, const M&, uint32_t to, int block, int head, int token, uint32_t barrier) {
+  std::vector<uint8_t> box(8192);
+  for (int h = 0; h < 64 && head + h < p.heads; h++)
+    for (int piece = 0; piece < 8; piece++) {
+      const int64_t from = p.query_chunked ? ((int64_t)(4 * block + (piece >> 1)) * p.heads + head + h) * 32 + (piece & 1) * 16 : (head + h) * p.q_head_stride + block * 128 + piece * 16;
+      memcpy(&box[h * 128 + piece * 16], p.q + token * p.q_token_stride + from, 16);
+    }
+  copies.push_back({cur->cta, to, box, barrier, rand() % 40});
+}
 static inline void copy_row_together(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier) { together(29, to, nothing); if (cur->lane == 0) copy_row(to, from, bytes, barrier); }
 
 template <int HIGH> static inline uint32_t e4m3_pair(uint32_t w) { return HIGH ? e4m3_high(w) : e4m3_low(w); }

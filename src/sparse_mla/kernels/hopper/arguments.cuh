@@ -51,6 +51,7 @@ struct Args {
   int position_step, rope_rows;
   int rotate_query, unrotate_output, query_chunked;
   float scale;
+  const uint8_t* zeros;        // 1024 zero bytes
 };
 
 // The position of a token as it is loaded, 0 without positions. Only `value` waits for it.

@@ -12,8 +12,8 @@
 // Every matrix product has keys in registers as its left operand, so a tile is never stored widened:
 //   scores    groups 0 and 1 take turns. A lane holds 16 dims of two rows per 64-dim block, widens them, and the
 //             tensor cores give (keys x heads) scores. Weights go to shared memory, heads x keys, and the scales of the
-//             tile, f16, beside its rows. One warp of each group looks up where later rows are, and the group whose
-//             tile is a token's first brings the query while the other one works on the tile before.
+//             tile, f16, beside its rows. One warp of each group looks up where later rows are. The group whose tile is a
+//             token's first has the query copied while the other one works on the tile before; each group turns half of it.
 //   values    warpgroup g adds up (dims x heads) of all tiles for dims 256 g .. 256 g + 255. A lane reads 8 dims of four
 //             keys, pairs up two keys of a dim, widens them, and multiplies by the weights. Between its products a warp
 //             copies 8 rows of the tile AHEAD further, one bulk copy each.
@@ -54,23 +54,25 @@ constexpr int AHEAD = STAGES - 1;   // so many tiles after the one whose values 
 constexpr int STAGE = scales_at<HAS_V4 ? KIND_V4 : KIND_MXFP8>() + 4 * PART - 32;   // the last part needs no pad
 static_assert(scales_at<KIND_NVFP4>() + 8 * PART <= STAGE, "a tile of the smallest rows");
 constexpr int QUERY = 0, WEIGHTS = 65536, RAW = WEIGHTS + 16384;
-constexpr int SUMS = RAW + STAGES * STAGE;    // of a token's weights: WITH_LSE [group 2][warp 4][64] f32, else [token parity 2][warpgroup of values 2][64]
-constexpr int SUM_REFERENCE = SUMS + 2048;    // [group 2][64] f32, what they refer to
-constexpr int REFERENCE = SUM_REFERENCE + 512;  // [token parity 2][64] f32, what weights refer to, log2 units
-constexpr int TRUE_MAX = REFERENCE + 512;     // [token parity 2][64] f32, log2 units
-constexpr int RESCALE = TRUE_MAX + 512;       // [group 2][64] f32
+constexpr int ANGLES = RAW + STAGES * STAGE;  // [token & 3][64] f32 of the rope table
+constexpr int SINKS = ANGLES + 1024;          // [128] f32, log2 units
+constexpr int SUMS = SINKS + 512;             // of a token's weights: WITH_LSE [group 2][64] f32, else [token parity 2][warpgroup of values 2][64]
+constexpr int SUM_REFERENCE = SUMS + (WITH_LSE ? 512 : 1024);    // WITH_LSE: [group 2][64] f32, what they refer to
+constexpr int REFERENCE = SUM_REFERENCE + (WITH_LSE ? 512 : 0);  // [token parity 2][64] f32, what weights refer to, log2 units
+constexpr int TRUE_MAX = REFERENCE + 512;     // WITH_MAX: [token parity 2][64] f32, log2 units
+constexpr int RESCALE = TRUE_MAX + (WITH_MAX ? 512 : 0);   // [group 2][64] f32
 constexpr int RAW_FULL = RESCALE + 512;       // [stage 4]
 constexpr int FULL = RAW_FULL + 32;           // [group 2], weights
 constexpr int WEIGHTS_EMPTY = FULL + 16;      // [group 2], and the rows of that tile are read
 constexpr int SETTLED = WEIGHTS_EMPTY + 16;   // [group 2], the scores of its tile are done, the reference is final
 constexpr int HALF_READ = SETTLED + 16;       // [group 2], the products with the first half of the query are done
-constexpr int QUERY_FULL = HALF_READ + 16, SUMS_READ = QUERY_FULL + 8;
+constexpr int QUERY_RAW = HALF_READ + 16;     // [half 2], bf16 values of blocks 0 to 3 and 4 to 7 have come
+constexpr int QUERY_FULL = QUERY_RAW + 16, SUMS_READ = QUERY_FULL + 8;
 constexpr int VALID = SUMS_READ + 8;          // [tile 8] u64, one bit a key
 constexpr int HOW = VALID + 64;               // [tile 8][8 rows] u8: 0 no tile, 1 window, 2 compressed set | 128: all of them exist
 constexpr int WHICH = HOW + 64;               // [tile 8] u32, see Walk::word
 constexpr int ITEM = WHICH + 32;              // [tile 8] u32, token and heads
-constexpr int POSITION = ITEM + 32;           // [token & 3] int
-constexpr int GREW = POSITION + 16;           // [group 2] u32, sums must be rescaled
+constexpr int GREW = ITEM + 32;               // [group 2] u32, sums must be rescaled
 constexpr int MET = GREW + 8;                 // [token parity 2] u32, a tile had a key
 constexpr int UNITS = (MET + 8 + 15) & ~15;   // [tile 4][64] u32, where its rows are, 16-byte units; ~0: nowhere
 constexpr int SLOTS = UNITS + 1024;           // [tile parity 2][64] int
@@ -86,7 +88,9 @@ static_assert(SCALE_UNITS + (APART ? 1024 : 0) <= SHARED_BYTES, "shared memory")
 constexpr float ABOVE = 10.f;    // of the largest weight over its reference, log2, when that moves
 constexpr float MOST = 15.f;     // ... and at most
 
-// What rows that do not exist are read from.
+// How the query lies in device memory, as the copying engine takes it; the host makes it.
+struct __align__(64) TensorMap { uint64_t words[16]; };
+// What rows that do not exist are read from; the host knows where it is, here its address would come from device memory.
 __device__ __align__(16) uint8_t zero_row[1024];
 
 #include "attend_parts.cuh"
@@ -95,7 +99,7 @@ __device__ __align__(16) uint8_t zero_row[1024];
 #include "attend_values.cuh"
 #include "attend_scores.cuh"
 
-extern "C" __global__ void __launch_bounds__(512, 1) attend(const __grid_constant__ Args p) {
+extern "C" __global__ void __launch_bounds__(512, 1) attend(const __grid_constant__ Args p, const __grid_constant__ TensorMap query_map) {
   extern __shared__ __align__(1024) uint8_t memory[];
   const uint32_t base = shared_address(memory);
   const int tid = threadIdx.x, warp = __shfl_sync(~0u, tid >> 5, 0), group = warp >> 2, w = warp & 3, lane = lane_number();
@@ -103,7 +107,7 @@ extern "C" __global__ void __launch_bounds__(512, 1) attend(const __grid_constan
   if (tid == 0) {
     for (int i = 0; i < STAGES; i++) { barrier_init(base + RAW_FULL + 8 * i, HAS_V4 ? 72 : 8); }
     for (int i = 0; i < 2; i++) { barrier_init(base + FULL + 8 * i, 4 * WARP); barrier_init(base + WEIGHTS_EMPTY + 8 * i, 8 * WARP); barrier_init(base + SETTLED + 8 * i, 4 * WARP); barrier_init(base + HALF_READ + 8 * i, 4 * WARP); }
-    barrier_init(base + QUERY_FULL, 4 * WARP); barrier_init(base + SUMS_READ, 8 * WARP);
+    barrier_init(base + QUERY_RAW, 1); barrier_init(base + QUERY_RAW + 8, 1); barrier_init(base + QUERY_FULL, 8 * WARP); barrier_init(base + SUMS_READ, 8 * WARP);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   __syncthreads();
@@ -114,7 +118,7 @@ extern "C" __global__ void __launch_bounds__(512, 1) attend(const __grid_constan
     add_values(p, base, group, w, lane, rank, item0, item_step);
   } else {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(SCORES_REGISTERS));
-    Scores scores{p, base, group - 2, w, lane, lane >> 2, lane & 3, p.scale * LOG2E, {0.f, 0.f}, {0.f, 0.f}, false, 0, group - 2, 0, rank, item_step};
+    Scores scores{p, query_map, base, group - 2, w, lane, lane >> 2, lane & 3, p.scale * LOG2E, {0.f, 0.f}, {0.f, 0.f}, false, 0, group - 2, 0, rank, item_step};
     scores.run(item0);
     if (SPLITS > 1) { cluster_arrive(); cluster_wait(); cluster_arrive(); cluster_wait(); }
   }

@@ -29,12 +29,21 @@ from sparse_mla.kernels.hopper.bodies import (
     block_heads,
     head_tiles,
 )
-from sparse_mla.kernels.hopper.build import MANY_HEADS, RECORDS, Variant, function, launch
+from sparse_mla.kernels.hopper.build import (
+    MANY_HEADS,
+    RECORDS,
+    Variant,
+    function,
+    launch,
+    query_map,
+)
 from sparse_mla.settings import settings
 
 TILE_KEYS = 64
 MAX_CACHE_BYTES = 2**35
 """Offsets of scales are 32-bit numbers of 8-byte units."""
+MAX_QUERY_STRIDE = 2**39
+"""The tensor engine's strides are bytes below 2**40."""
 
 
 class _KeyArgs(ctypes.Structure):
@@ -80,11 +89,12 @@ class _Args(ctypes.Structure):
         ("unrotate_output", ctypes.c_int),
         ("query_chunked", ctypes.c_int),
         ("scale", ctypes.c_float),
+        ("zeros", ctypes.c_void_p),
     ]
 
 
 def attend(call: AttendCall, out: AttendOut) -> None:
-    """Fill `out`; nothing is allocated unless q is not 16-byte aligned (it is copied then).
+    """Fill `out`; nothing is allocated unless q is not 16-byte aligned or has one row for all (it is copied then).
 
     Raises:
         UnsupportedError: the call has something that this kernel does not read; every reason is named.
@@ -104,12 +114,17 @@ def attend(call: AttendCall, out: AttendOut) -> None:
     variant = variant_of(call, out, block, splits)
     q = _readable_query(call)
     arguments = _arguments(call, out, q, head_blocks)
-    address = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
     with torch.cuda.device(index):
-        kernel = function(variant, index)
+        kernel, arguments.zeros = function(variant, index)
+        addresses = [ctypes.addressof(arguments)]
+        if variant.body is MANY_HEADS:
+            chunked = call.query_layout is Layout.CHUNK_INTERLEAVED
+            tensor_map = query_map(q.data_ptr(), tuple(q.shape), q.stride(), chunked)
+            addresses.append(tensor_map.getPtr())
+        parameters = (ctypes.c_void_p * len(addresses))(*addresses)
         ctas = items * splits if splits > 1 else min(items, sms)
         stream = torch.cuda.current_stream().cuda_stream
-        launch(kernel, variant.body, ctypes.addressof(address), ctas, splits, stream)
+        launch(kernel, variant.body, ctypes.addressof(parameters), ctas, splits, stream)
 
 
 def refusals(call: AttendCall) -> list[str]:
@@ -235,6 +250,7 @@ def _multiprocessors(index: int) -> int:
 def _readable_query(call: AttendCall) -> Tensor:
     q = call.q
     aligned = q.data_ptr() % 16 == 0 and q.stride(0) % 8 == 0 and q.stride(1) % 8 == 0
+    aligned &= all(0 < stride < MAX_QUERY_STRIDE for stride in q.stride()[:2])
     if call.query_layout is Layout.CHUNK_INTERLEAVED:
         aligned &= q.shape[1] == 1 or q.stride(1) == HEAD_DIM
     return q if aligned else q.contiguous()

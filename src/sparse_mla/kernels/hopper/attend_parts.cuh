@@ -7,13 +7,18 @@ DI void mma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memo
 template <int N> DI void mma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory"); }
 DI uint32_t load_shared1(uint32_t a) { uint32_t v; asm volatile("ld.shared.u8 %0, [%1];" : "=r"(v) : "r"(a) : "memory"); return v; }
 DI void store_shared1(uint32_t a, uint32_t x) { asm volatile("st.shared.u8 [%0], %1;" ::"r"(a), "r"(x) : "memory"); }
-// What is read once does not take L1 from what is read again.
-DI uint4 load_once(const void* a) { uint4 v; asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(a)); return v; }
 DI void prefetch_l1(const void* a) { asm volatile("prefetch.global.L1 [%0];" ::"l"(a)); }
 DI float load_remote(uint32_t a, int rank) { float v; asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(v) : "r"(remote(a, rank))); return v; }
+// Block number `block` of a token's query, 64 heads from `head` on, to 8 KB of shared memory: a head's 64 dims are 128 bytes, zeros
+// for heads that do not exist.
+DI void copy_query(const Args& p, const TensorMap& map, uint32_t to, int block, int head, int token, uint32_t barrier) {
+  asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5}], [%6];"
+      ::"r"(to), "l"(&map), "r"(0), "r"(p.query_chunked ? 4 * block : block), "r"(head), "r"(token), "r"(barrier) : "memory");
+}
 // Descriptor of 64 heads in shared memory, a head's numbers side by side: 128-byte swizzle, 1024 B between 8 heads.
 DI uint64_t dim_major(uint32_t a) { return (uint64_t)((a & 0x3ffff) >> 4) | (1ull << 16) | (64ull << 32) | (1ull << 62); }
 DI void values_sync() { asm volatile("bar.sync 3, 256;" ::: "memory"); }   // both warpgroups of values
+DI void scores_sync() { asm volatile("bar.sync 4, 256;" ::: "memory"); }   // and of scores
 DI void group_sync(int g) { asm volatile("bar.sync %0, 128;" ::"r"(g + 1) : "memory"); }   // a warpgroup of scores
 // Whether `x` holds in any thread of the warpgroup of scores.
 DI bool group_any(int g, bool x) {

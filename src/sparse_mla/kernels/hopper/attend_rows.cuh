@@ -103,12 +103,11 @@ struct Lookup {
     if (s.list != guess.list) load_slots(s, lane, slots);
     note(warp, s.word(items()), s.item, lane < s.left ? slots[0] : -1, lane + 32 < s.left ? slots[1] : -1);
   }
-  // What the first `next` of a group will note.
+  // What the first `next` of this warp, of a group, will note.
   DI void ask_first(int item0, int group) const {
     Walk s;
     seek(s, item0, AHEAD + group, 0);
     ask(AHEAD + group, s);
-    copy_wait<0>();            // another warp may read it
   }
   // At the head of tile `tile`.
   DI void next(uint32_t tile) const {
@@ -148,12 +147,12 @@ struct Coming {
     if (!TOGETHER) {
       if (KIND == KIND_V4) {   // 8 bytes are too few for a bulk copy
         const uint32_t row = at + (lane & 7) * 4;
-        if (lane < 8) copy_async<8>(to + lane * R::PITCH + R::DATA, load_shared4(row) == ~0u ? zero_row : k.pages + (uint64_t)load_shared4(row - UNITS + SCALE_UNITS) * 8);
+        if (lane < 8) copy_async<8>(to + lane * R::PITCH + R::DATA, load_shared4(row) == ~0u ? p.zeros : k.pages + (uint64_t)load_shared4(row - UNITS + SCALE_UNITS) * 8);
       } else {
 #pragma unroll 1
         for (int i = 0; i < 8; i++) {
           const uint32_t u = uniform_least(load_shared4(at + 4 * i)), s = uniform_least(load_shared4(at + 4 * i - UNITS + SCALE_UNITS));
-          copy_row_together(to + i * R::PITCH + R::DATA, u == ~0u ? zero_row : k.pages + (uint64_t)s * 8, R::SCALES, full);
+          copy_row_together(to + i * R::PITCH + R::DATA, u == ~0u ? p.zeros : k.pages + (uint64_t)s * 8, R::SCALES, full);
         }
       }
     }
@@ -186,7 +185,7 @@ struct Coming {
 #pragma unroll 1
     for (int i = 0; i < 8; i++) {
       const uint32_t u = uniform_least(load_shared4(at + 4 * i));
-      copy_row_together(to + i * pitch(), u == ~0u ? zero_row : pages + (uint64_t)u * 16, bytes(), full);
+      copy_row_together(to + i * pitch(), u == ~0u ? p.zeros : pages + (uint64_t)u * 16, bytes(), full);
     }
   }
   DI void copy(int i) const { if (live) copy_row_together(to + i * pitch(), pages + (uint64_t)units[i] * 16, bytes(), full); }

@@ -6,6 +6,7 @@ constexpr int OPERANDS = 3;      // widened keys of so many products at once
 
 struct Scores {
   const Args& p;
+  const TensorMap& query_map;
   uint32_t base;
   int group, w, lane, g8, t;
   float c1;
@@ -133,11 +134,6 @@ struct Scores {
     place_lane();
     const uint32_t raw = base + RAW + stage * STAGE;
     float S[32];
-    if (w == 0) {
-      // A place in UNITS is free once the copies of the tile before, which were started from there, are over.
-      if (own || group) wait(base + RAW_FULL + 8 * (stage ? stage - 1 : STAGES - 1), phase ^ (stage == 0));
-      lookup().next(2 * own + group);
-    }
     wait(base + RAW_FULL + 8 * stage, phase);
     {
       const uint32_t row = raw + row_at<KIND>(key()), scales = raw + scales_at<KIND>() + w * 128 + g8 * 4;
@@ -216,8 +212,8 @@ struct Scores {
     }
     if (WITH_LSE && last) {
       wait(base + SUMS_READ, parity ^ 1);             // those of the token before
-      store_float2(base + SUMS + group * 1024 + w * 256 + mine(), sum[0], sum[1]);
       if (w == 0) store_float2(base + SUM_REFERENCE + group * 256 + mine(), refers[0], refers[1]);
+      add_sums(base + SUMS + group * 256 + mine());
     }
     fence_async();
     __syncwarp();
@@ -226,44 +222,99 @@ struct Scores {
     stage += 2;
     if (stage >= STAGES) { stage -= STAGES; phase ^= 1; }
   }
-  DI QueryRows query_rows(int item) const {
+  // Asks for blocks 4 half .. 4 half + 3 of an item's query, and for `more` bytes.
+  DI void ask_half(int item, int half, uint32_t more) const {
+    const uint32_t raw = base + QUERY_RAW + 8 * half;
+    const int token = token_of(p, item), head = (item - token * p.head_blocks) * 64;
+    if (one_lane()) {
+      arrive_and_expect(raw, 32768 + more);
+      for (int b = 4 * half; b < 4 * half + 4; b++) copy_query(p, query_map, base + QUERY + b * 8192, b, head, token, raw);
+    }
+  }
+  // The second half, and the token's angles.
+  DI void ask_rest(int item, uint32_t number, const RawPosition& position) const {
+    const bool angles = p.rotate_query || p.unrotate_output;
+    ask_half(item, 1, angles ? 256 : 0);
+    const float* table = rope_row(p, position.value(p));
+    if (angles && one_lane()) copy_row(base + ANGLES + 256 * number, table, 256, base + QUERY_RAW + 8);
+  }
+  // The sums of the group's warps, one after the other.
+  DI void add_sums(uint32_t at) const {
+    for (int x = 0; x < 4; x++) {
+      if (w == x) {
+        const float2 before = x ? load_float2(at) : make_float2(0.f, 0.f);
+        store_float2(at, before.x + sum[0], before.y + sum[1]);
+      }
+      group_sync(group);
+    }
+  }
+  // By warp 0 of the group whose tile is the first of a token, while the other group works on the tile before: each half of the
+  // query is copied when that tile's products with what was there are done; with the first half they are.
+  DI void ask_query(int item, uint32_t number) const {
+    const RawPosition position = ask_position(p, token_of(p, item));
+    wait(base + SETTLED + 8 * group, (own & 1) ^ 1);   // of this group's other warps
+    ask_half(item, 0, 0);
+    wait(base + SETTLED + 8 * (group ^ 1), before());
+    ask_rest(item, number, position);
+  }
+  // This warp's part of half of a token's query: the first half by the group whose tile is the first of the token, the second
+  // by the other one, once it is done with the tile before.
+  DI void widen_query(int half, uint32_t number) const {
     int l = lane, rows = w;
     forget(l); forget(rows);
-    return QueryRows(p, base + QUERY, rows, l, item);
+    wait(base + QUERY_RAW + 8 * half, number & 1);
+    QueryRows(base, base + ANGLES + 256 * number, rows, l).widen(half, p.rotate_query);
   }
-  // The query of a token whose first tile is this group's. The group is idle while the other one works on the tile before,
-  // so half of the query is loaded meanwhile, the other half is copied once that tile's products have read what was there.
-  DI void bring_query(int item, int item0, uint32_t number) {
-    const QueryRows rows = query_rows(item);
-    const float* table = rows.angles(p, base, number, item);
-    const bool copied = item == item0;            // `run` has started copies of all of it
-    if (!copied) {
-      copy_wait<0>();                             // not over copies under way
-      uint4 loaded[16];
-      rows.load(loaded);
-      wait(base + SETTLED + 8 * group, (own & 1) ^ 1);   // of this group's other warps
-      wait(base + HALF_READ + 8 * (group ^ 1), before());
-      rows.copy(p, 4);
-      wait(base + SETTLED + 8 * (group ^ 1), before());
-      rows.store_loaded(loaded, table);
-    }
-    rows.publish(base, copied ? 8 : 4, table);
+  // The second half for the other group's tile before this group's next one, if it exists.
+  DI void widen_rest() const {
+    const uint32_t word = word_at(ring() - 1);
+    if ((word & 3) != 2) widen_query(1, (word >> 6) & 3);
+  }
+  // By warp 0, before the group's next tile. A place in UNITS is free once the copies of the tile before, which were started from
+  // there, are over.
+  DI void look_up() const {
+    if (own || group) wait(base + RAW_FULL + 8 * (stage ? stage - 1 : STAGES - 1), phase ^ (stage == 0));
+    lookup().next(2 * own + group);
   }
   DI Lookup lookup() const { return {p, base, 0, lane, rank, item_step}; }
+  DI uint32_t word_at(uint32_t place) const { return __shfl_sync(~0u, load_shared4(base + WHICH + 4 * (place & 7)), 0); }
   DI void run(int item0) {
-    if (group == 0 && item0 < p.tokens * p.head_blocks) {
-      // Asked for later, it would stand behind the query.
-      if (p.positions && lane == 0) prefetch_l1(p.positions + (int64_t)token_of(p, item0) * p.position_step);
-      query_rows(item0).copy(p, 8);
-    } else if (group == 1 && w < 2) {
-      lookup().ask_first(item0, w);
+    const bool work = item0 < p.tokens * p.head_blocks, asks = work && group == 0 && w == 0;
+    RawPosition position;
+    if (work) {
+      float sink = -INF;
+      if (asks) { ask_half(item0, 0, 0); position = ask_position(p, token_of(p, item0)); }
+      if (group == 1 && p.sink && 32 * w + lane < p.heads) sink = __ldg(p.sink + 32 * w + lane);
+      if (w == 0) lookup().ask_first(item0, group);
+      if (group == 1) store_float(base + SINKS + (32 * w + lane) * 4, sink * LOG2E);
     }
     __syncthreads();
+    if (work && (word_at(0) & 3) != 2 && (int)load_shared4(base + ITEM) == item0) {
+      if (asks) ask_rest(item0, 0, position);           // after the slots, and about when the first rows are asked for
+    } else if (work) {
+      // What was asked for is of no use: the first row has no keys. The barrier is brought back to where it was.
+      if (asks) {
+        wait(base + QUERY_RAW, 0);
+        if (one_lane()) arrive(base + QUERY_RAW);
+        __syncwarp();
+        if ((word_at(0) & 3) != 2) ask_query(load_shared4(base + ITEM), 0);
+      }
+      scores_sync();
+    }
+    bool ended = group == 1;                           // the other group's next tile is the first of a token, if there is one
     while (true) {
-      const uint32_t word = __shfl_sync(~0u, load_shared4(base + WHICH + 4 * ring()), 0), number = (word >> 6) & 3, parity = number & 1;
-      if ((word & 3) == 2) break;
-      const bool first = (word & 12) == 0;
-      if (first) bring_query(load_shared4(base + ITEM + 4 * ring()), item0, number);
+      const uint32_t word = word_at(ring()), number = (word >> 6) & 3, parity = number & 1;
+      const bool exists = (word & 3) != 2, first = exists && (word & 12) == 0;
+      if (ended && (first || own == 0)) { widen_rest(); ended = false; }
+      if (first) {
+        wait(base + HALF_READ + 8 * (group ^ 1), before());
+        if (w == 0 && (own || group)) ask_query(load_shared4(base + ITEM + 4 * ring()), number);
+      }
+      if (w == 0 && exists) look_up();                  // while the query comes
+      if (ended) widen_rest();
+      if (!exists) break;
+      if (first) widen_query(0, number);
+      ended = word & 32;
       if ((word & 12) <= 4) { wait(base + QUERY_FULL, parity); counted = false; }
       if (A_KIND == B_KIND || !(word & 1)) tile<A_KIND>(parity, first, word & 16);
       else tile<B_KIND>(parity, first, word & 16);

@@ -113,10 +113,7 @@ DI void write_statistics(const Args& p, int token, int head, float m, float l, f
   if (WITH_MAX && p.max_logits) p.max_logits[at] = true_max * LN2;
 }
 // Denominator with the sink, relative to 2^m.
-DI float denominator(const Args& p, int head, float m, float l) {
-  const float sink = p.sink && head < p.heads ? __ldg(p.sink + head) : -INF;
-  return l + exp2_fast(sink * LOG2E - m);
-}
+DI float denominator(uint32_t base, int head, float m, float l) { return l + exp2_fast(load_float(base + SINKS + 4 * head) - m); }
 
 // 0 without keys, and where huge logits rounded all weights away.
 DI float share(float x, float denominator) { return denominator > 0.f ? x / denominator : 0.f; }
@@ -194,14 +191,16 @@ struct Output {
     }
   }
 };
-// The last 64 dims of 64 heads, turned back. `table`: cosines of this lane's four pairs, sines 32 further.
-DI void unrotate_rows(float (&acc)[128], const float* table) {
-  const float4 co = __ldg((const float4*)table), si = __ldg((const float4*)(table + 32));
+// The last 64 dims of 64 heads, turned back. `table`: cosines of this lane's four pairs, sines 128 bytes further.
+DI void unrotate_rows(float (&acc)[128], uint32_t table) {
 #pragma unroll
-  for (int x = 0; x < 16; x++) {
-    float* a = acc + 4 * (x >> 1) + (x & 1);
-    unrotate_pair(a[0], a[2], co.x, si.x); unrotate_pair(a[32], a[34], co.y, si.y);
-    unrotate_pair(a[64], a[66], co.z, si.z); unrotate_pair(a[96], a[98], co.w, si.w);
+  for (int i = 0; i < 4; i++) {
+    const float co = load_float(table + 4 * i), si = load_float(table + 128 + 4 * i);   // not all of them: registers are few
+#pragma unroll
+    for (int x = 0; x < 16; x++) {
+      float* a = acc + 32 * i + 4 * (x >> 1) + (x & 1);
+      unrotate_pair(a[0], a[2], co, si);
+    }
   }
 }
 DI void dims_of(float (&v)[8], const float (&acc)[128], int c, int e) {
@@ -241,10 +240,9 @@ template <int C> DI void send_rows(const Values& s, const float (&acc)[128], uin
 }
 #endif
 
-// What the output will need, and what will be asked of the next item, into L1 while the tiles are under way.
-DI void prefetch_ahead(const Args& p, int lane, int head0, int next_item) {
+// What will be asked of the next item, into L1 while the tiles are under way.
+DI void prefetch_ahead(const Args& p, int lane, int next_item) {
   const void* a = nullptr;
-  if (lane < 2 && p.sink && head0 + 32 * lane < p.heads) a = p.sink + head0 + 32 * lane;
   if (SPLITS == 1 && next_item < p.tokens * p.head_blocks) {   // a split token is a CTA's only one
     const int token = token_of(p, next_item);
     if (lane == 2 && p.a.lengths) a = p.a.lengths + token;
@@ -271,8 +269,8 @@ DI void read_sums(uint32_t base, int lane, int only, const float (&M)[2], float 
 #pragma unroll
     for (int x = 0; x < 2; x++) {
       if (only >= 0 && x != only) continue;
-      const uint32_t head = (lane + 32 * i) * 4, at = base + SUMS + x * 1024 + head;
-      const float sum = (load_float(at) + load_float(at + 256)) + (load_float(at + 512) + load_float(at + 768));
+      const uint32_t head = (lane + 32 * i) * 4;
+      const float sum = load_float(base + SUMS + x * 256 + head);
       L[i] += sum == 0.f ? 0.f : sum * exp2_fast(load_float(base + SUM_REFERENCE + x * 256 + head) - M[i]);
     }
 }
@@ -324,8 +322,8 @@ DI void add_values(const Args& p, uint32_t base, int g, int w, int lane, int ran
   for (int item = item0; item < items; item += item_step) {
     const int token = token_of(p, item), head0 = (item - token * p.head_blocks) * 64;
     const bool has_keys = next.exists() && next.item == item;
-    const uint32_t parity = tokens & 1, at_position = base + POSITION + 4 * (tokens & 3);
-    prefetch_ahead(p, lane, head0, item + item_step);
+    const uint32_t parity = tokens & 1, angles = base + ANGLES + 256 * (tokens & 3);
+    prefetch_ahead(p, lane, item + item_step);
     float M[2], L[2], T[2];   // of heads lane and lane + 32: reference and true maximum (log2 units), sum of the weights
 #pragma unroll
     for (int i = 0; i < 2; i++) { M[i] = -INF; L[i] = 0.f; T[i] = -INF; }
@@ -389,10 +387,10 @@ DI void add_values(const Args& p, uint32_t base, int g, int w, int lane, int ran
 #pragma unroll
     for (int i = 0; i < 2; i++) {
       const int head = head0 + lane + 32 * i;
-      f[i] = share(1.f, denominator(p, head, M[i], L[i]));
+      f[i] = share(1.f, denominator(base, head, M[i], L[i]));
       if (g == 0 && w == 0) write_statistics(p, token, head, M[i], L[i], T[i]);
     }
-    if (slab == 7 && has_keys && p.unrotate_output) unrotate_rows(acc, rope_row(p, load_shared4(at_position)) + 4 * s.g8);
+    if (slab == 7 && has_keys && p.unrotate_output) unrotate_rows(acc, angles + 16 * s.g8);
     out.start(2 * slab + (s.g8 >> 2));
     store_rows(out, acc, f, lane);
     out.store_scales(0, 7);
@@ -422,9 +420,9 @@ DI void add_values(const Args& p, uint32_t base, int g, int w, int lane, int ran
         mine = r == rank ? e : mine;
       }
       if (rank == 0 && g == 0 && w == 0) write_statistics(p, token, head, top, all, true_max);
-      f[i] = share(mine, denominator(p, head, top, all));
+      f[i] = share(mine, denominator(base, head, top, all));
     }
-    if (slab == 7 && has_keys && p.unrotate_output) unrotate_rows(acc, rope_row(p, load_shared4(at_position)) + 4 * s.g8);
+    if (slab == 7 && has_keys && p.unrotate_output) unrotate_rows(acc, angles + 16 * s.g8);
     send_rows<0>(s, acc, remote(base + (rank * SLABS + slab % SLABS) * 16384 + lane * 16, slab / SLABS), f);
     cluster_arrive(); cluster_wait();
     const int got = slab / SPLITS, to_finish = rank * SLABS + got, first_c = (slab % SPLITS) * SLABS;   // SPLITS warps share a slab

@@ -19,8 +19,11 @@ from sparse_mla.settings import settings
 
 ARCHITECTURE = "sm_90a"
 ENTRY = b"attend"
+ZEROS = b"zero_row"
 SHARED_BYTES = 232_448
 """Dynamic shared memory of a CTA of the 64-head body; the source states the same number in its budget."""
+QUERY_BLOCK = 64
+"""Dims, and heads, of a box of the query."""
 
 MANY_HEADS = Body(
     "many heads",
@@ -125,9 +128,45 @@ def compile_source(text: str, options: list[str]) -> bytes:
     return bytes(code)
 
 
+@functools.lru_cache(maxsize=1024)
+def query_map(
+    address: int, shape: tuple[int, int, int], strides: tuple[int, int, int], chunked: bool
+) -> Any:
+    """How a bf16 query lies in device memory, as the tensor engine takes it: a CUtensorMap.
+
+    A box of it is 64 heads x 64 dims of one token, in the order of shared memory: dims, pieces of dims, heads.
+
+    Args:
+        address: of the query, a multiple of 16.
+        shape: tokens, heads, 512.
+        strides: elements.
+        chunked: pieces of 16 dims of all heads lie together, not all dims of a head.
+    """
+    from cuda.bindings import driver
+
+    tokens, heads, dims = shape
+    piece = 16 if chunked else QUERY_BLOCK
+    between = [piece * heads, piece, strides[0]] if chunked else [piece, strides[1], strides[0]]
+    return _checked(
+        driver.cuTensorMapEncodeTiled(
+            driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+            4,
+            address,
+            [driver.cuuint64_t(size) for size in (piece, dims // piece, heads, tokens)],
+            [driver.cuuint64_t(2 * stride) for stride in between],
+            [driver.cuuint32_t(size) for size in (piece, QUERY_BLOCK // piece, QUERY_BLOCK, 1)],
+            [driver.cuuint32_t(1)] * 4,
+            driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+            driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_NONE,
+            driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_NONE,
+            driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+        )
+    )
+
+
 @functools.cache
-def function(variant: Variant, device_index: int) -> int:
-    """The loaded kernel on one device, as an address that a launch takes."""
+def function(variant: Variant, device_index: int) -> tuple[int, int]:
+    """The loaded kernel on one device, as an address that a launch takes, and that of its zero bytes."""
     from cuda.bindings import driver
 
     with torch.cuda.device(device_index):
@@ -136,7 +175,8 @@ def function(variant: Variant, device_index: int) -> int:
         kernel = _checked(driver.cuModuleGetFunction(module, ENTRY))
         attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         _checked(driver.cuFuncSetAttribute(kernel, attribute, variant.body.shared_bytes))
-    return int(kernel)
+        zeros = driver.cuModuleGetGlobal(module, ZEROS)
+    return int(kernel), int(_checked(zeros))
 
 
 def launch(kernel: int, body: Body, arguments: int, ctas: int, splits: int, stream: int) -> None:

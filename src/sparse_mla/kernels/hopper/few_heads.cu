@@ -111,7 +111,7 @@ constexpr int FITTING = (232448 - ROWS) / BLOCK_BYTES, RING = FITTING < MAX_RING
 static_assert(RING >= 2 * BLOCKS, "two tiles at least");
 static_assert(OWN_SPACE || PARTS_BYTES <= RING * BLOCK_BYTES, "parts fit");
 
-__device__ __align__(16) uint8_t zero_row[640];   // stands for rows that no valid slot names
+__device__ __align__(16) uint8_t zero_row[1024];   // stands for rows that no valid slot names; the host knows where it is
 
 DI int token_of(const Args& p, int item) { return p.block_mul ? __umulhi(item, p.block_mul) : item; }
 DI int first_head(const Args& p, int item) { return p.block_mul ? (item - token_of(p, item) * p.head_blocks) * HEADS : 0; }
@@ -267,7 +267,7 @@ DI void produce(const Args& p, uint32_t base, int w, int lane, int rank, int ste
     const uint32_t offset = page * (uint32_t)(k.page_stride >> 4) + in_page * (compressed ? B_ROW_UNITS : A_ROW_UNITS);
     const uint32_t scale_offset = page * (uint32_t)(k.page_stride >> 3) + (uint32_t)(k.scale_base >> 3) + in_page * ((compressed ? B_SCALE_STRIDE : A_SCALE_STRIDE) / 8);
     const uint32_t valid = __ballot_sync(~0u, ok), addresses = base + ADDRESSES + w * 256;
-    const uint64_t address = (uint64_t)(ok ? k.pages + (uint64_t)offset * 16 : zero_row);
+    const uint64_t address = (uint64_t)(ok ? k.pages + (uint64_t)offset * 16 : p.zeros);
     store_shared8(addresses + lane * 8, (uint32_t)address, (uint32_t)(address >> 32));
     __syncwarp();
 #pragma unroll 1
