@@ -19,9 +19,9 @@
 //             copies 8 rows of the tile AHEAD further, one bulk copy each.
 // The reference of a head's weights lies 2^10 below its maximum, so that weights down to 2^-24 of the largest are normal
 // f16. It moves only when the maximum grew by more than 2^5, so sums are almost never rescaled. The tile after learns it
-// from the tile before (SETTLED). The sum of the weights is that of the rounded ones, a product with ones, half of the keys by each warpgroup of values; a
-// call that wants lse, and weights of bf16, get the sum from before they were rounded instead. SPLITS > 1: a cluster shares one token's tiles; partial
-// sums meet in distributed shared memory, in rank order.
+// from the tile before (SETTLED). The sum of the weights is that of the rounded ones, a product with ones, half of the keys
+// by each warpgroup of values; a call that wants lse, and weights of bf16, get the sum from before they were rounded
+// instead. SPLITS > 1: a cluster shares one token's tiles; partial sums meet in distributed shared memory, in rank order.
 //
 // Orders. Dims of the query inside 16: step i of a 64-dim block has dim 16 t + 4 i + 2 h + e in place 8 h + 2 t + e.
 // Keys of a tile: row 16 t + 8 h + 4 e + s is in step s of the values, place 8 h + 2 t + e; score warp s has these 16 rows.
@@ -88,7 +88,7 @@ static_assert(SCALE_UNITS + (APART ? 1024 : 0) <= SHARED_BYTES, "shared memory")
 constexpr float ABOVE = 10.f;    // of the largest weight over its reference, log2, when that moves
 constexpr float MOST = 15.f;     // ... and at most
 
-// How the query lies in device memory, as the copying engine takes it; the host makes it.
+// How the query lies in device memory, as the TMA takes it (CUtensorMap); the host makes it.
 struct __align__(64) TensorMap { uint64_t words[16]; };
 // What rows that do not exist are read from; the host knows where it is, here its address would come from device memory.
 __device__ __align__(16) uint8_t zero_row[1024];

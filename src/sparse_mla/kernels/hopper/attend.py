@@ -43,7 +43,7 @@ TILE_KEYS = 64
 MAX_CACHE_BYTES = 2**35
 """Offsets of scales are 32-bit numbers of 8-byte units."""
 MAX_QUERY_STRIDE = 2**39
-"""The tensor engine's strides are bytes below 2**40."""
+"""Strides of a tensor map are bytes below 2**40."""
 
 
 class _KeyArgs(ctypes.Structure):

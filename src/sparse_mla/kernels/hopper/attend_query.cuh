@@ -1,4 +1,4 @@
-// The query of 64 heads of a token, in shared memory: from bf16 as the tensor engine copied it to the order in which the scores
+// The query of 64 heads of a token, in shared memory: from bf16 as the TMA copied it to the order in which the scores
 // read it.
 #pragma once
 

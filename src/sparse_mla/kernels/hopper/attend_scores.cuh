@@ -127,6 +127,16 @@ struct Scores {
 #pragma unroll
     for (int i = 0; i < 2; i++) { const float give = g8 & 4 ? b[i] : b[2 + i], keep = g8 & 4 ? b[2 + i] : b[i], got = __shfl_xor_sync(~0u, give, 16); total[i] = MAXIMUM ? fmaxf(keep, got) : keep + got; }
   }
+  // The sums of the group's warps, one after the other.
+  DI void add_sums(uint32_t at) const {
+    for (int x = 0; x < 4; x++) {
+      if (w == x) {
+        const float2 before = x ? load_float2(at) : make_float2(0.f, 0.f);
+        store_float2(at, before.x + sum[0], before.y + sum[1]);
+      }
+      group_sync(group);
+    }
+  }
   DI void place_lane() { forget(lane); g8 = lane >> 2; t = lane & 3; }   // anew, instead of registers during the products
   DI int key() const { return 16 * (g8 >> 1) + 4 * (g8 & 1) + w; }       // of this lane's two keys the first, the other is 8 further
   // Scores, scales and weights of the group's next tile; `first` of the token, `last` of this group's. `parity`: of the token.
@@ -237,16 +247,6 @@ struct Scores {
     ask_half(item, 1, angles ? 256 : 0);
     const float* table = rope_row(p, position.value(p));
     if (angles && one_lane()) copy_row(base + ANGLES + 256 * number, table, 256, base + QUERY_RAW + 8);
-  }
-  // The sums of the group's warps, one after the other.
-  DI void add_sums(uint32_t at) const {
-    for (int x = 0; x < 4; x++) {
-      if (w == x) {
-        const float2 before = x ? load_float2(at) : make_float2(0.f, 0.f);
-        store_float2(at, before.x + sum[0], before.y + sum[1]);
-      }
-      group_sync(group);
-    }
   }
   // By warp 0 of the group whose tile is the first of a token, while the other group works on the tile before: each half of the
   // query is copied when that tile's products with what was there are done; with the first half they are.

@@ -132,7 +132,7 @@ def compile_source(text: str, options: list[str]) -> bytes:
 def query_map(
     address: int, shape: tuple[int, int, int], strides: tuple[int, int, int], chunked: bool
 ) -> Any:
-    """How a bf16 query lies in device memory, as the tensor engine takes it: a CUtensorMap.
+    """How a bf16 query lies in device memory, as the TMA takes it: a CUtensorMap.
 
     A box of it is 64 heads x 64 dims of one token, in the order of shared memory: dims, pieces of dims, heads.
 
