@@ -121,7 +121,8 @@ class Emulator:
             block = block_heads(call.num_heads, 1, True) if few else MANY_HEADS_BLOCK
         variant = hopper.variant_of(call, out, block, splits)
         head_blocks = -(-call.num_heads // block)
-        call, out, made = between_fences(replace(call, q=hopper._readable_query(call)), out)
+        q = hopper._readable_query(call, mapped=body is MANY_HEADS)
+        call, out, made = between_fences(replace(call, q=q), out)
         arguments = hopper._arguments(call, out, call.q, head_blocks)
         arguments.zeros = ZEROS.data_ptr()
         items = call.num_tokens * head_blocks

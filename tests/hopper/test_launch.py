@@ -73,10 +73,10 @@ def test_a_query_is_copied_only_where_the_kernel_cannot_read_it() -> None:
     strided = torch.empty(9, 70, 520, dtype=torch.bfloat16)[1:9:2, 3:67, 8:]
     shifted = torch.empty(4, 64, 513, dtype=torch.bfloat16)[..., 1:]
     repeated = call.q[:1].expand(4, 64, 512)
-    for q in (call.q, strided):
-        assert hopper._readable_query(replace(call, q=q)) is q
-    for q in (shifted, repeated):
-        read = hopper._readable_query(replace(call, q=q))
+    for q, mapped in ((call.q, True), (strided, True), (repeated, False)):
+        assert hopper._readable_query(replace(call, q=q), mapped=mapped) is q
+    for q, mapped in ((shifted, False), (repeated, True)):
+        read = hopper._readable_query(replace(call, q=q), mapped=mapped)
         assert read.is_contiguous()
         assert torch.equal(read.view(torch.int16), q.view(torch.int16))
 

@@ -112,7 +112,7 @@ def attend(call: AttendCall, out: AttendOut) -> None:
     sms = _multiprocessors(index)
     splits = splits_of(call, sms)
     variant = variant_of(call, out, block, splits)
-    q = _readable_query(call)
+    q = _readable_query(call, mapped=variant.body is MANY_HEADS)
     arguments = _arguments(call, out, q, head_blocks)
     with torch.cuda.device(index):
         kernel, arguments.zeros = function(variant, index)
@@ -247,10 +247,12 @@ def _multiprocessors(index: int) -> int:
     return torch.cuda.get_device_properties(index).multi_processor_count
 
 
-def _readable_query(call: AttendCall) -> Tensor:
+def _readable_query(call: AttendCall, *, mapped: bool) -> Tensor:
+    """The query, or a copy where its rows are not 16-byte aligned, or have strides that no tensor map has."""
     q = call.q
     aligned = q.data_ptr() % 16 == 0 and q.stride(0) % 8 == 0 and q.stride(1) % 8 == 0
-    aligned &= all(0 < stride < MAX_QUERY_STRIDE for stride in q.stride()[:2])
+    if mapped:
+        aligned &= all(0 < stride < MAX_QUERY_STRIDE for stride in q.stride()[:2])
     if call.query_layout is Layout.CHUNK_INTERLEAVED:
         aligned &= q.shape[1] == 1 or q.stride(1) == HEAD_DIM
     return q if aligned else q.contiguous()
