@@ -58,7 +58,7 @@ static inline void values_sync() { gather(3, 256, false); }
 static inline void scores_sync() { gather(4, 256, false); }
 static inline void group_sync(int g) { gather(g + 1, 128, false); }
 static inline bool group_any(int g, bool x) { return gather(g + 1, 128, x); }
-template <class T> static inline void forget(T&) {}
+static inline void forget(int&) {}
 static inline bool one_lane() { together(31, 0, nothing); return cur->lane == 0; }
 #ifdef EVERY_LANE_ARRIVES
 static inline void arrive_once(uint32_t b) { arrive(b); }

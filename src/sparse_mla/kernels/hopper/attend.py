@@ -94,7 +94,7 @@ class _Args(ctypes.Structure):
 
 
 def attend(call: AttendCall, out: AttendOut) -> None:
-    """Fill `out`; nothing is allocated unless q is not 16-byte aligned or has one row for all (it is copied then).
+    """Fill `out`; nothing is allocated unless q must be copied, see `_readable_query`.
 
     Raises:
         UnsupportedError: the call has something that this kernel does not read; every reason is named.
@@ -112,12 +112,13 @@ def attend(call: AttendCall, out: AttendOut) -> None:
     sms = _multiprocessors(index)
     splits = splits_of(call, sms)
     variant = variant_of(call, out, block, splits)
-    q = _readable_query(call, mapped=variant.body is MANY_HEADS)
+    mapped = variant.body is MANY_HEADS
+    q = _readable_query(call, mapped=mapped)
     arguments = _arguments(call, out, q, head_blocks)
     with torch.cuda.device(index):
         kernel, arguments.zeros = function(variant, index)
         addresses = [ctypes.addressof(arguments)]
-        if variant.body is MANY_HEADS:
+        if mapped:
             chunked = call.query_layout is Layout.CHUNK_INTERLEAVED
             tensor_map = query_map(q.data_ptr(), tuple(q.shape), q.stride(), chunked)
             addresses.append(tensor_map.getPtr())
@@ -248,7 +249,9 @@ def _multiprocessors(index: int) -> int:
 
 
 def _readable_query(call: AttendCall, *, mapped: bool) -> Tensor:
-    """The query, or a copy where its rows are not 16-byte aligned, or have strides that no tensor map has."""
+    """The query, or a copy: where its rows are not 16-byte aligned, and where a kernel that takes a tensor map of it
+    cannot have one, because rows are repeated (stride 0).
+    """
     q = call.q
     aligned = q.data_ptr() % 16 == 0 and q.stride(0) % 8 == 0 and q.stride(1) % 8 == 0
     if mapped:

@@ -175,8 +175,8 @@ def function(variant: Variant, device_index: int) -> tuple[int, int]:
         kernel = _checked(driver.cuModuleGetFunction(module, ENTRY))
         attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         _checked(driver.cuFuncSetAttribute(kernel, attribute, variant.body.shared_bytes))
-        zeros = driver.cuModuleGetGlobal(module, ZEROS)
-    return int(kernel), int(_checked(zeros))
+        zeros = _checked(driver.cuModuleGetGlobal(module, ZEROS))
+    return int(kernel), int(zeros)
 
 
 def launch(kernel: int, body: Body, arguments: int, ctas: int, splits: int, stream: int) -> None:
