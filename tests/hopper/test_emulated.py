@@ -256,6 +256,17 @@ def test_weights_far_below_the_largest_are_not_lost(
     emulator.check(body_of(heads), problem, call)
 
 
+@EACH_BODY
+@pytest.mark.parametrize("lse", [False, True])
+def test_logits_that_grow_from_tile_to_tile(lse: bool, heads: int, emulator: Any) -> None:
+    """Tiles without holes, where only a weight that came out too large tells that the reference must move."""
+    problem = make_problem(tokens=3, heads=heads, window_keys=128, compressed_keys=320, sink=None)
+    call = replace(problem.call(), q=problem.q * 16)
+    out = problem.allocate_out(lse=lse, max_logits=False)
+    emulator.run(body_of(heads), call, out)
+    assert_matches_oracle(call, out, HOPPER_BODY)
+
+
 @pytest.fixture
 def bf16(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hopper, "bf16_numbers", lambda: True)

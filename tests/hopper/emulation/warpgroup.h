@@ -85,7 +85,13 @@ static inline void store_matrices_turned(uint32_t a, uint32_t x, uint32_t y, uin
 
 static inline float load_remote(uint32_t a, int rank) { return get<float>(remote(a, rank)); }
 static inline void unrotate_pair(float& x, float& y, float co, float si) { const float a = x, b = y; x = a * co + b * si; y = b * co - a * si; }
-// A prefetch outside of its tensor would go unnoticed on a GPU.
+static inline uint32_t larger_pair(uint32_t a, uint32_t b) {
+  const uint32_t low = std::max((int16_t)a, (int16_t)b) & 0xffff, high = std::max((int16_t)(a >> 16), (int16_t)(b >> 16)) & 0xffff;
+  return high << 16 | low;
+}
+static inline void store_global8_if(bool x, void* a, uint2 v) { if (x) memcpy(a, &v, 8); }
+static inline void store_global16_if(bool x, void* a, uint4 v) { if (x) memcpy(a, &v, 16); }
+template <class M> static inline void prefetch_map(const M&) {}
 static inline void prefetch_l1(const void* a) { (void)*(const volatile char*)a; }
 static inline uint32_t load_shared1(uint32_t a) { return get<uint8_t>(a); }
 static inline void store_shared1(uint32_t a, uint32_t x) { put<uint8_t>(a, (uint8_t)x); }

@@ -18,10 +18,11 @@
 //             keys, pairs up two keys of a dim, widens them, and multiplies by the weights. Between its products a warp
 //             copies 8 rows of the tile AHEAD further, one bulk copy each.
 // The reference of a head's weights lies 2^10 below its maximum, so that weights down to 2^-24 of the largest are normal
-// f16. It moves only when the maximum grew by more than 2^5, so sums are almost never rescaled. The tile after learns it
-// from the tile before (SETTLED). The sum of the weights is that of the rounded ones, a product with ones, half of the keys
-// by each warpgroup of values; a call that wants lse, and weights of bf16, get the sum from before they were rounded
-// instead. SPLITS > 1: a cluster shares one token's tiles; partial sums meet in distributed shared memory, in rank order.
+// f16. It moves only when the maximum grew by more than 2^5, so sums are almost never rescaled: a tile's weights are found with
+// the old one, and once more if one of them is above 2^15. The tile after learns it from the tile before (SETTLED). The sum of
+// the weights is that of the rounded ones, a product with ones, half of the keys by each warpgroup of values; a call that wants
+// lse, and weights of bf16, get the sum from before they were rounded instead. SPLITS > 1: a cluster shares one token's tiles;
+// partial sums meet in distributed shared memory, in rank order.
 //
 // Orders. Dims of the query inside 16: step i of a 64-dim block has dim 16 t + 4 i + 2 h + e in place 8 h + 2 t + e.
 // Keys of a tile: row 16 t + 8 h + 4 e + s is in step s of the values, place 8 h + 2 t + e; score warp s has these 16 rows.
@@ -87,6 +88,7 @@ static_assert(SCALE_UNITS + (APART ? 1024 : 0) <= SHARED_BYTES, "shared memory")
 #define SCORES_REGISTERS 80
 constexpr float ABOVE = 10.f;    // of the largest weight over its reference, log2, when that moves
 constexpr float MOST = 15.f;     // ... and at most
+constexpr uint32_t TOP_WEIGHT = BF16_NUMBERS ? 0x47004700 : 0x78007800;   // 2^MOST, a pair
 
 // How the query lies in device memory, as the TMA takes it (CUtensorMap); the host makes it.
 struct __align__(64) TensorMap { uint64_t words[16]; };
@@ -105,11 +107,13 @@ extern "C" __global__ void __launch_bounds__(512, 1) attend(const __grid_constan
   const int tid = threadIdx.x, warp = __shfl_sync(~0u, tid >> 5, 0), group = warp >> 2, w = warp & 3, lane = lane_number();
   const int rank = SPLITS == 1 ? 0 : blockIdx.x % SPLITS, item0 = blockIdx.x / SPLITS, item_step = gridDim.x / SPLITS;
   if (tid == 0) {
+    prefetch_map(query_map);
     for (int i = 0; i < STAGES; i++) { barrier_init(base + RAW_FULL + 8 * i, HAS_V4 ? 72 : 8); }
     for (int i = 0; i < 2; i++) { barrier_init(base + FULL + 8 * i, 4 * WARP); barrier_init(base + WEIGHTS_EMPTY + 8 * i, 8 * WARP); barrier_init(base + SETTLED + 8 * i, 4 * WARP); barrier_init(base + HALF_READ + 8 * i, 4 * WARP); }
     barrier_init(base + QUERY_RAW, 1); barrier_init(base + QUERY_RAW + 8, 1); barrier_init(base + QUERY_FULL, 8 * WARP); barrier_init(base + SUMS_READ, 8 * WARP);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
+  if (warp == 1 && item0 < p.tokens * p.head_blocks) prefetch_lists(p, token_of(p, item0), lane);
   __syncthreads();
   wait_for_launch_before();
   let_next_launch_begin();

@@ -7,6 +7,9 @@ DI void mma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memo
 template <int N> DI void mma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory"); }
 DI uint32_t load_shared1(uint32_t a) { uint32_t v; asm volatile("ld.shared.u8 %0, [%1];" : "=r"(v) : "r"(a) : "memory"); return v; }
 DI void store_shared1(uint32_t a, uint32_t x) { asm volatile("st.shared.u8 [%0], %1;" ::"r"(a), "r"(x) : "memory"); }
+// Without a branch around what only the store needs.
+DI void store_global8_if(bool x, void* a, uint2 v) { asm volatile("{.reg .pred p; setp.ne.u32 p, %0, 0; @p st.global.v2.u32 [%1], {%2,%3};}" ::"r"((uint32_t)x), "l"(a), "r"(v.x), "r"(v.y) : "memory"); }
+DI void store_global16_if(bool x, void* a, uint4 v) { asm volatile("{.reg .pred p; setp.ne.u32 p, %0, 0; @p st.global.v4.u32 [%1], {%2,%3,%4,%5};}" ::"r"((uint32_t)x), "l"(a), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory"); }
 DI void prefetch_l1(const void* a) { asm volatile("prefetch.global.L1 [%0];" ::"l"(a)); }
 DI float load_remote(uint32_t a, int rank) { float v; asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(v) : "r"(remote(a, rank))); return v; }
 // Block number `block` of a token's query, 64 heads from `head` on, to 8 KB of shared memory: a head's 64 dims are 128 bytes, zeros
@@ -15,6 +18,7 @@ DI void copy_query(const Args& p, const TensorMap& map, uint32_t to, int block, 
   asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5}], [%6];"
       ::"r"(to), "l"(&map), "r"(0), "r"(p.query_chunked ? 4 * block : block), "r"(head), "r"(token), "r"(barrier) : "memory");
 }
+DI void prefetch_map(const TensorMap& map) { asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory"); }
 // Descriptor of 64 heads in shared memory, a head's numbers side by side: 128-byte swizzle, 1024 B between 8 heads.
 DI uint64_t dim_major(uint32_t a) { return (uint64_t)((a & 0x3ffff) >> 4) | (1ull << 16) | (64ull << 32) | (1ull << 62); }
 DI void values_sync() { asm volatile("bar.sync 3, 256;" ::: "memory"); }   // both warpgroups of values
@@ -24,7 +28,7 @@ DI void group_sync(int g) { asm volatile("bar.sync %0, 128;" ::"r"(g + 1) : "mem
 DI bool group_any(int g, bool x) {
   uint32_t r;
   asm volatile("{.reg .pred p, q; setp.ne.u32 p, %1, 0; bar.red.or.pred q, %2, 128, p; selp.u32 %0, 1, 0, q;}" : "=r"(r) : "r"((uint32_t)x), "r"(g + 1) : "memory");
-  return r;
+  return __any_sync(~0u, r);   // for the compiler: all lanes have the same
 }
 // What is computed from x from here on is computed here, not before a loop and kept.
 DI void forget(int& x) { asm volatile("" : "+r"(x)); }
@@ -37,6 +41,8 @@ DI int lane_number() { int r; asm volatile("mov.u32 %0, %%laneid;" : "=r"(r)); r
 DI void load_matrices(uint32_t (&x)[4], uint32_t a) { asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(a) : "memory"); }
 DI void store_matrices_turned(uint32_t a, uint32_t x, uint32_t y, uint32_t z, uint32_t w) { asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(a), "r"(x), "r"(y), "r"(z), "r"(w) : "memory"); }
 
+// Of numbers >= 0, f16 or bf16, whose order is that of their bits; NaN is above all.
+DI uint32_t larger_pair(uint32_t a, uint32_t b) { uint32_t r; asm("max.s16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b)); return r; }
 // A pair turned back, in the registers that it has: left to the compiler it takes 26 words of spills.
 DI void unrotate_pair(float& x, float& y, float co, float si) {
   asm volatile("{.reg .f32 t, u; mul.f32 t, %0, %2; mul.f32 u, %0, %3; fma.rn.f32 %0, %1, %3, t; neg.f32 u, u; fma.rn.f32 %1, %1, %2, u;}"

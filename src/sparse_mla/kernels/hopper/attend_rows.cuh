@@ -168,16 +168,16 @@ struct Coming {
   }
   // Its rows go to `stage`. `now`: copy all at once.
   DI void start(uint32_t base, int stage, int warp, bool now) {
-    const uint32_t uniform = uniform_least(how);
     live = false;
-    if (uniform == 0) return;
-    kind = (uniform & 3) - 1;
+    if (how == 0) return;
+    kind = (how & 3) - 1;
     full = base + RAW_FULL + 8 * stage;
     if (HAS_V4 && A_KIND != B_KIND) fence_async();   // what other threads copied here were scales, now rows may come
     if (SAME || kind == 0) start_set<A_KIND, A_ROW_UNITS * 16 == A_SCALE_STRIDE>(base, stage, warp, at, kind ? p.b : p.a);
     else start_set<B_KIND, B_ROW_UNITS * 16 == B_SCALE_STRIDE>(base, stage, warp, at, p.b);
-    live = !now && uniform & 128;
+    live = !now && how & 128;
     if (live) {
+      if (SAME) return;        // the compiler has them in uniform registers already; with two records there are too few, and all would spill
 #pragma unroll
       for (int i = 0; i < 8; i++) units[i] = uniform_least(units[i]);
       return;

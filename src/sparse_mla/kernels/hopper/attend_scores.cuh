@@ -80,14 +80,48 @@ struct Scores {
     }
     if constexpr (B < 7) block<KIND, B + 1>(S, A, next, row, scales);
   }
-  // Moves the references of heads whose maximum over this tile exceeds them by more than 2^15 (all of them on the first
-  // tile that has a key). S: logits relative to the reference `ref`, log2 units. The weights' space of the group, still
-  // unused, holds the maxima of the four warps.
-  DI void move_references(float (&S)[32], const float (&ref)[16], bool ok0, bool ok1, uint32_t parity, bool first, bool met) {
-    const uint32_t tops = base + WEIGHTS + group * 8192, references = base + REFERENCE + parity * 256;
-    float v[16], top[2];
+  // The references of heads 8 c + 2 t + e, 0 where no tile had a key.
+  DI void read_references(float (&ref)[16], uint32_t parity, bool met) const {
+    int at = base + REFERENCE + parity * 256 + 8 * t;
+    forget(at);
 #pragma unroll
-    for (int x = 0; x < 16; x++) v[x] = fmaxf(ok0 ? S[4 * (x >> 1) + (x & 1)] : -INF, ok1 ? S[4 * (x >> 1) + 2 + (x & 1)] : -INF);
+    for (int c = 0; c < 8; c++) {
+      float2 r = make_float2(0.f, 0.f);
+      if (met) r = load_float2(at + 32 * c);
+      ref[2 * c] = r.x; ref[2 * c + 1] = r.y;
+    }
+  }
+  // Stores the weights of logits relative to the references, log2 units; whether one of this lane's is above 2^MOST, or no
+  // number. `add`: their sums, for lse.
+  DI bool weigh(const float (&S)[32], float (&add)[2]) const {
+    const uint32_t at = base + WEIGHTS + group * 8192 + ((lane >> 4) * 8 + (lane & 7)) * 128 + (((2 * w + ((lane >> 3) & 1)) ^ (lane & 7)) << 4);
+    float sums[16];
+    uint32_t most = 0;
+#pragma unroll
+    for (int c = 0; c < 8; c += 2) {
+      uint32_t P[4];
+#pragma unroll
+      for (int x = 0; x < 2; x++) {
+        const float* s = S + 4 * (c + x);
+        const float e0 = exp2_fast(s[0]), e1 = exp2_fast(s[1]), f0 = exp2_fast(s[2]), f1 = exp2_fast(s[3]);
+        P[2 * x] = pack_numbers(e0, e1); P[2 * x + 1] = pack_numbers(f0, f1);
+        if (WITH_LSE) { sums[2 * (c + x)] = e0 + f0; sums[2 * (c + x) + 1] = e1 + f1; }
+        most = larger_pair(larger_pair(most, P[2 * x]), P[2 * x + 1]);
+      }
+      store_matrices_turned(at + c * 1024, P[0], P[1], P[2], P[3]);
+    }
+    if (WITH_LSE) gather_columns<false>(sums, add);
+    return (most + (0x7fff7fff - TOP_WEIGHT)) & 0x80008000;
+  }
+  // Moves the references of heads whose maximum over this tile exceeds them by more than 2^15 (all of them on the first
+  // tile that has a key). S: logits relative to the reference, log2 units. The weights' space of the group, still
+  // unused, holds the maxima of the four warps.
+  DI void move_references(float (&S)[32], uint32_t parity, bool first, bool met) {
+    const uint32_t tops = base + WEIGHTS + group * 8192, references = base + REFERENCE + parity * 256;
+    float v[16], ref[16], top[2];
+#pragma unroll
+    for (int x = 0; x < 16; x++) v[x] = fmaxf(S[4 * (x >> 1) + (x & 1)], S[4 * (x >> 1) + 2 + (x & 1)]);
+    read_references(ref, parity, met);
     gather_columns<true>(v, top);
     store_float2(tops + w * 256 + mine(), top[0], top[1]);
     const float2 old = load_float2(references + mine());
@@ -161,26 +195,28 @@ struct Scores {
     wait(base + WEIGHTS_EMPTY + 8 * group, (own & 1) ^ 1);
     wait(base + SETTLED + 8 * (group ^ 1), before());
     const bool met = !first && load_shared4(base + MET + 4 * parity);
-    bool grew;
     {
       float ref[16];
+      read_references(ref, parity, met);
 #pragma unroll
-      for (int c = 0; c < 8; c++) {
-        float2 r = make_float2(0.f, 0.f);
-        if (met) r = load_float2(base + REFERENCE + parity * 256 + (8 * c + 2 * t) * 4);
-        ref[2 * c] = r.x; ref[2 * c + 1] = r.y;
+      for (int x = 0; x < 32; x++) S[x] = fmaf(S[x], c1, -ref[2 * (x >> 2) + (x & 1)]);
+    }
+    float add[2];
+    bool grew = false;
+    // Most tiles have all their keys, and references seldom move: weights are found as if it were so, and once more if not.
+    bool exact = __ballot_sync(~0u, ok0 && ok1) != ~0u;
+    if (WITH_MAX || !met) exact = true;
+    else exact |= weigh(S, add);
+    if (group_any(group, exact)) {
+      float top = -INF;
+#pragma unroll
+      for (int x = 0; x < 32; x++) {
+        if (!(x & 2 ? ok1 : ok0)) S[x] = -INF;
+        top = fmaxf(top, S[x]);
       }
-      float top0 = -INF, top1 = -INF;
-#pragma unroll
-      for (int c = 0; c < 8; c++)
-#pragma unroll
-        for (int e = 0; e < 2; e++) {
-          S[4 * c + e] = fmaf(S[4 * c + e], c1, -ref[2 * c + e]); S[4 * c + 2 + e] = fmaf(S[4 * c + 2 + e], c1, -ref[2 * c + e]);
-          top0 = fmaxf(top0, S[4 * c + e]); top1 = fmaxf(top1, S[4 * c + 2 + e]);
-        }
-      const float limit = met ? MOST : -INF;
-      grew = group_any(group, (ok0 && top0 > limit) || (ok1 && top1 > limit));
-      if (grew || WITH_MAX) move_references(S, ref, ok0, ok1, parity, first, met);
+      grew = group_any(group, top > (met ? MOST : -INF));
+      if (grew || WITH_MAX) move_references(S, parity, first, met);
+      weigh(S, add);
     }
     if (WITH_LSE) {
       const float2 r = load_float2(base + REFERENCE + parity * 256 + mine());
@@ -192,34 +228,7 @@ struct Scores {
     __syncwarp();
     arrive_once(base + SETTLED + 8 * group);
     counted = met || grew;
-    if (__ballot_sync(~0u, ok0 && ok1) != ~0u) {
-#pragma unroll
-      for (int c = 0; c < 8; c++)
-#pragma unroll
-        for (int e = 0; e < 2; e++) {
-          if (!ok0) S[4 * c + e] = -INF;
-          if (!ok1) S[4 * c + 2 + e] = -INF;
-        }
-    }
-    const uint32_t at = base + WEIGHTS + group * 8192 + ((lane >> 4) * 8 + (lane & 7)) * 128 + (((2 * w + ((lane >> 3) & 1)) ^ (lane & 7)) << 4);
-    float sums[16];
-#pragma unroll
-    for (int c = 0; c < 8; c += 2) {
-      uint32_t P[4];
-#pragma unroll
-      for (int x = 0; x < 2; x++) {
-        const float* s = S + 4 * (c + x);
-        const float e0 = exp2_fast(s[0]), e1 = exp2_fast(s[1]), f0 = exp2_fast(s[2]), f1 = exp2_fast(s[3]);
-        P[2 * x] = pack_numbers(e0, e1); P[2 * x + 1] = pack_numbers(f0, f1);
-        if (WITH_LSE) { sums[2 * (c + x)] = e0 + f0; sums[2 * (c + x) + 1] = e1 + f1; }
-      }
-      store_matrices_turned(at + c * 1024, P[0], P[1], P[2], P[3]);
-    }
-    if (WITH_LSE) {
-      float add[2];
-      gather_columns<false>(sums, add);
-      sum[0] += add[0]; sum[1] += add[1];
-    }
+    if (WITH_LSE) { sum[0] += add[0]; sum[1] += add[1]; }
     if (WITH_LSE && last) {
       wait(base + SUMS_READ, parity ^ 1);             // those of the token before
       if (w == 0) store_float2(base + SUM_REFERENCE + group * 256 + mine(), refers[0], refers[1]);

@@ -123,17 +123,17 @@ struct Output {
   const Args& p;
   uint8_t* data;               // of head 0 of the 64, this lane's dims
   int token, head0, block, part, t;
-  float per_group;             // 1 / heads of a group
+  uint32_t group_mul;          // head / heads_per_group = head * group_mul >> 16
   uint32_t codes;              // of the scales that this lane is to store, one byte a pair of c
 
   DI void start(int first_block) {
     block = first_block;
-    per_group = 1.f / (float)p.heads_per_group;
+    group_mul = 65536u / p.heads_per_group + 1;
     const int64_t dim = (int64_t)token * p.heads * 512 + (OUT_CHUNKED ? block * 32 * p.heads_per_group : (head0 + 2 * t) * 512 + block * 32) + part * 8;
     data = p.out + dim * (FP8_OUTPUT ? 1 : 2);
     codes = 0;
   }
-  DI int group_of(int head) const { return (int)(((float)head + 0.5f) * per_group); }
+  DI int group_of(int head) const { return head * group_mul >> 16; }
   DI int head_of(int c, int e) const { return head0 + 8 * c + 2 * t + e; }
   // Of head 8 c + 2 t + e.
   DI uint8_t* place(int c, int e) const {
@@ -142,10 +142,10 @@ struct Output {
     return data + at * (FP8_OUTPUT ? 1 : 2);
   }
   DI void store_bf16(const float (&v)[8], float w, int c, int e) const {
-    if (head_of(c, e) < p.heads) *(uint4*)place(c, e) = bf16_of(v, w);
+    store_global16_if(head_of(c, e) < p.heads, place(c, e), bf16_of(v, w));
   }
   DI void store_fp8(const float (&v)[8], float f, int c, int e) const {
-    if (head_of(c, e) < p.heads) *(uint2*)place(c, e) = e4m3_of(v, f);
+    store_global8_if(head_of(c, e) < p.heads, place(c, e), e4m3_of(v, f));
   }
   DI static float largest(const float (&v)[8]) {
     return fmaxf(fmaxf(fmaxf(fabsf(v[0]), fabsf(v[1])), fmaxf(fabsf(v[2]), fabsf(v[3]))), fmaxf(fmaxf(fabsf(v[4]), fabsf(v[5])), fmaxf(fabsf(v[6]), fabsf(v[7]))));

@@ -344,6 +344,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend(const __grid_con
   const uint32_t base = uniform_least(shared_address(memory));
   const int warp = uniform(threadIdx.x >> 5), lane = __shfl_sync(~0u, threadIdx.x & 31, threadIdx.x & 31);
   const int rank = SPLITS == 1 ? 0 : blockIdx.x % SPLITS, step = gridDim.x / SPLITS, item = blockIdx.x / SPLITS;
+  if (warp == 8 && token_of(p, item) < p.tokens) prefetch_lists(p, token_of(p, item), lane);
   wait_for_launch_before();
   let_next_launch_begin();
   // Loads that others wait for are under way while barriers are made.

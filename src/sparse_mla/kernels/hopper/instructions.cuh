@@ -65,6 +65,7 @@ DI void wait_for_launch_before() { asm volatile("griddepcontrol.wait;" ::: "memo
 DI void let_next_launch_begin() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 DI void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
 DI void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+DI void prefetch_l2(const void* a) { asm volatile("prefetch.global.L2 [%0];" ::"l"(a)); }   // 32 bytes at least
 // bf16 pair -> f16 pair, saturated to the largest finite f16; NaN stays.
 DI uint32_t bf16_to_f16(uint32_t x) {
   uint32_t r;
@@ -75,6 +76,17 @@ DI uint32_t least_f16(uint32_t a, uint32_t b) { uint32_t r; asm("min.f16x2 %0, %
 
 // ---------------------------------------------------------------- of both bodies
 DI uint32_t page_of(const KeyArgs& k, uint32_t slot) { return k.page_mul ? __umulhi(slot, k.page_mul) >> k.page_shift : slot; }
+// By one warp while the launch ahead of this one ends, to the L2: a token's slots (256 of each set), lengths and position. Nothing is read,
+// so all of it may still be written.
+DI void prefetch_lists(const Args& p, int token, int lane) {
+#pragma unroll
+  for (int set = 0; set < 2; set++) {
+    const KeyArgs& k = set ? p.b : p.a;
+    if (8 * lane < k.width) prefetch_l2(k.indices + token * k.indices_stride + 8 * lane);
+    if (lane == set && k.lengths) prefetch_l2(k.lengths + token);
+  }
+  if (lane == 2 && p.positions) prefetch_l2(position_at(p, token));
+}
 DI const float* rope_row(const Args& p, int position) { return p.rope + (int64_t)min(max(position, 0), p.rope_rows - 1) * 64; }
 // A bf16 pair of a query, rotated and rounded to bf16 again.
 DI uint32_t turn(uint32_t pair, float c, float s) {
