@@ -1,6 +1,6 @@
 """Timing, limits of the machine, and result lines: what `sparse-mla bench` and `benchmarks/` share.
 
-On a GPU a time is that of one launch: a CUDA graph holds one launch for each of several input sets whose
+On a GPU a time is that of one launch: a CUDA graph holds launches for several input sets in turn, whose
 rows together exceed twice the L2 cache, is replayed, and the median of the replays counts. Work that a
 graph cannot hold (it allocates or waits) is timed from its first to its last kernel, launch gaps included. On
 a CPU it is the median of single runs.
@@ -11,6 +11,7 @@ from __future__ import annotations
 import datetime
 import functools
 import json
+import math
 import platform
 import statistics
 import subprocess
@@ -27,6 +28,8 @@ from sparse_mla.errors import TraceError
 
 L2_BYTES = 60 * 2**20
 """L2 of an H200; smaller caches are exceeded all the more."""
+GRAPH_MICROSECONDS = 500.0
+"""What a graph takes at least: the start of a replay costs 7 us of its own, which are not the launches'."""
 CPU_SECONDS = 0.3
 """Time that the timed runs of one case take on a CPU, at least three runs."""
 
@@ -86,7 +89,7 @@ def input_sets(bytes_of_one: int, least: int = 2, most: int = 256) -> int:
 
 
 def time_launches(launches: Sequence[Callable[[], object]], replays: int = 15) -> float:
-    """Median microseconds of one launch, all of them captured in one CUDA graph.
+    """Median microseconds of one launch, all of them captured in one CUDA graph, as often as makes it long enough.
 
     Args:
         launches: one callable per input set; each launches on the current stream and allocates nothing
@@ -98,14 +101,24 @@ def time_launches(launches: Sequence[Callable[[], object]], replays: int = 15) -
         for launch in launches[:2]:
             launch()
     torch.cuda.synchronize()
+    graph = _captured(launches)
+    graph.replay()
+    rounds = math.ceil(GRAPH_MICROSECONDS / max(_elapsed(graph.replay), 1.0))
+    if rounds > 1:
+        graph = _captured(list(launches) * rounds)
+    for _ in range(3):
+        graph.replay()
+    times = [_elapsed(graph.replay) for _ in range(replays)]
+    return statistics.median(times) / (rounds * len(launches))
+
+
+def _captured(launches: Iterable[Callable[[], object]]) -> torch.cuda.CUDAGraph:
+    """A graph of these launches, one after the other."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for launch in launches:
             launch()
-    for _ in range(3):
-        graph.replay()
-    times = [_elapsed(graph.replay) for _ in range(replays)]
-    return statistics.median(times) / len(launches)
+    return graph
 
 
 def time_stream(launch: Callable[[], object], repeats: int = 15) -> float:
