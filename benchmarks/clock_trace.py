@@ -15,6 +15,8 @@ from typing import Any
 
 from sparse_mla.kernels.hopper.bodies import MANY_HEADS_BLOCK, SOURCE_FOLDER, block_heads
 
+Edits = dict[str, tuple[tuple[str, str, str], ...]]
+"""File -> (what comes before, text that stands there once, what comes after it)."""
 ROLES: dict[str, dict[str, tuple[slice, tuple[str, ...]]]] = {
     "few_heads.cu": {
         "producers": (slice(16, 20), ("begin", "first free", "second free", "end")),
@@ -55,7 +57,7 @@ SCORE_TOKEN = f"stamp(8 + 4 * group + w, {FIRST_TOKEN} + item / 132, {{}});\n"
 QUERY_HALF = f"stamp(8 + 4 * group + w, {FIRST_TOKEN} + number, {{}} + 2 * half);\n"
 VALUE_TILE = "stamp(4 * g + w, done, {});\n"
 VALUE_TOKEN = f"stamp(4 * g + w, {FIRST_TOKEN} + item / 132, {{}});\n"
-EDITS: dict[str, tuple[tuple[str, str, str], ...]] = {
+EDITS: Edits = {
     "few_heads.cu": (
         ("", "uint8_t zero_row[1024];", "\n" + STAMP),
         ("  int seen = 0;\n", "  while (work.exists()) {\n", "    stamp(16 + w, seen, 0);\n"),
@@ -103,39 +105,31 @@ EDITS: dict[str, tuple[tuple[str, str, str], ...]] = {
         ("", "    out.store_scales(0, 7);\n", VALUE_TOKEN.format(1)),
     ),
 }  # fmt: skip
-"""File -> (what comes before, text that stands there once, what comes after it)."""
+"""Where the stamps are."""
 
 
-def stamped(name: str, text: str) -> str:
-    """A source with stamps.
+def edited(name: str, text: str, edits: Edits) -> str:
+    """A source with what `edits` put into it.
 
     Raises:
-        ValueError: a place is not there, or not once: the kernel has changed, and EDITS must follow.
+        ValueError: a place is not there, or not once: the kernel has changed, and the edits must follow.
     """
-    for before, place, after in EDITS.get(name, ()):
+    for before, place, after in edits.get(name, ()):
         if text.count(place) != 1:
             raise ValueError(f"{name} has {text.count(place)} times: {place!r}")
         text = text.replace(place, before + place + after)
     return text
 
 
-def stamp_folder(sources: Path, to: Path) -> None:
-    """Copies all sources, with stamps, into a folder that is there."""
-    for path in sources.glob("*.cu*"):
-        (to / path.name).write_text(stamped(path.name, path.read_text()))
+def edit_folder(sources: Path, to: Path, edits: Edits) -> None:
+    """Copies all sources, with what `edits` put into them, into a folder that is there."""
+    for path in (*sources.glob("*.cu"), *sources.glob("*.cuh")):
+        (to / path.name).write_text(edited(path.name, path.read_text(), edits))
 
 
-def clocks_of(heads: int, tokens: int, sources: Path) -> Any:
-    """int64 array [CTA 132, warp 20, tile or token 64, event 8]: clocks since the CTA's start, or NEVER."""
-    import numpy as np
-    import torch
-    from attend import Case, build
+def keep_modules() -> list[Any]:
+    """What the CUDA driver loads from now on is in this list, the newest last."""
     from cuda.bindings import driver
-    from hopper_sources import use
-
-    from sparse_mla.cache.records import MXFP8
-    from sparse_mla.kernels.contract import Layout
-    from sparse_mla.kernels.hopper import attend as hopper
 
     modules = []
     load = driver.cuModuleLoadData
@@ -146,19 +140,43 @@ def clocks_of(heads: int, tokens: int, sources: Path) -> Any:
         return result
 
     driver.cuModuleLoadData = load_and_keep
+    return modules
+
+
+def read_global(module: Any, name: bytes, kind: Any) -> Any:
+    """A copy of a module's global array of numbers of one kind."""
+    import numpy as np
+    from cuda.bindings import driver
+
+    _, address, size = driver.cuModuleGetGlobal(module, name)
+    numbers = np.zeros(size // np.dtype(kind).itemsize, kind)
+    driver.cuMemcpyDtoH(numbers.ctypes.data, address, size)
+    return numbers
+
+
+def clocks_of(heads: int, tokens: int, sources: Path) -> Any:
+    """int64 array [CTA 132, warp 20, tile or token 64, event 8]: clocks since the CTA's start, or NEVER."""
+    import numpy as np
+    import torch
+    from attend import Case, build
+    from hopper_sources import use
+
+    from sparse_mla.cache.records import MXFP8
+    from sparse_mla.kernels.contract import Layout
+    from sparse_mla.kernels.hopper import attend as hopper
+
+    modules = keep_modules()
     problem, calls = build(Case(tokens, heads), MXFP8, MXFP8)
     out = problem.allocate_out(
         fp8=True, layout=Layout.CHUNK_INTERLEAVED, lse=False, max_logits=False
     )
     with tempfile.TemporaryDirectory() as folder:
-        stamp_folder(sources, Path(folder))
+        edit_folder(sources, Path(folder), EDITS)
         use(Path(folder))
         for call in calls[:4] * 2:
             hopper.attend(call, out)
     torch.cuda.synchronize()
-    _, address, size = driver.cuModuleGetGlobal(modules[-1], b"stamps")
-    stamps = np.zeros(size // 4, np.uint32)
-    driver.cuMemcpyDtoH(stamps.ctypes.data, address, size)
+    stamps = read_global(modules[-1], b"stamps", np.uint32)
     clocks = stamps.reshape(132, 20, 64, 8).astype(np.int64)
     stamped_warps = np.where(clocks[:, :, 63, 0] == 0, NEVER << 1, clocks[:, :, 63, 0])
     start = stamped_warps.min(axis=1)

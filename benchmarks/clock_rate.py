@@ -1,0 +1,120 @@
+"""Clocks of a CTA, and the rate at which the GPU ran them, for versions of the Hopper kernels beside their microseconds.
+
+    python benchmarks/clock_rate.py "64x128 64x132+3968" landed other=FOLDER
+
+Cases and sources as in `hopper_sources.py`, which checks them; nothing is checked here. A GPU lowers its clock under load at once, and
+further while it stays hot, by more than most changes of a kernel gain: what clocks say is the kernel, what microseconds say is both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from clock_trace import Edits, edit_folder, keep_modules, read_global
+
+from sparse_mla.kernels.hopper.bodies import SOURCE_FOLDER
+
+TICKS = """// Sums over all CTAs: clocks, nanoseconds, CTAs.
+__device__ unsigned long long ticks[3];
+DI unsigned long long nanoseconds() {
+  unsigned long long r;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(r) :: "memory");
+  return r;
+}"""
+BEGIN = "  const unsigned long long clocks_before = clock64(), time_before = nanoseconds();\n"
+END = """    if (threadIdx.x == {thread}) {{
+      atomicAdd(ticks, clock64() - clocks_before);
+      atomicAdd(ticks + 1, nanoseconds() - time_before);
+      atomicAdd(ticks + 2, 1ull);
+    }}
+"""
+EDITS: Edits = {
+    "few_heads.cu": (
+        ("", "uint8_t zero_row[1024];", "\n" + TICKS),
+        ("", "  wait_for_launch_before();\n", BEGIN),
+        ("", "    values.run(rank, step);\n", END.format(thread=256)),
+    ),
+    "attend.cu": (
+        ("", "uint8_t zero_row[1024];", "\n" + TICKS),
+        ("", "  wait_for_launch_before();\n", BEGIN),
+        (
+            "",
+            "    add_values(p, base, group, w, lane, rank, item0, item_step);\n",
+            END.format(thread=0),
+        ),
+    ),
+}
+"""Where a warp of values begins and has stored its last output."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """Of a launch of one version."""
+
+    microseconds: float  # from launch to launch
+    clocks: float  # of a CTA, mean
+    megahertz: float
+
+
+def measure(text: str, folders: dict[str, Path], modules: list[Any]) -> dict[str, Rate]:
+    """Each version's fastest of two turns, there and back."""
+    import common
+    import numpy as np
+    import torch
+    from attend import build
+    from hopper_sources import case_of, use
+
+    from sparse_mla.kernels.contract import Layout
+    from sparse_mla.kernels.hopper import attend as hopper
+
+    case = case_of(text)
+    problem, calls = build(case, case.window, case.compressed)
+    out = problem.allocate_out(
+        fp8=True, layout=Layout.CHUNK_INTERLEAVED, lse=False, max_logits=False
+    )
+    best: dict[str, Rate] = {}
+    for names in (list(folders), list(reversed(folders))):
+        for name in names:
+            use(folders[name])
+            hopper.attend(calls[0], out)  # compiles
+            micros = common.time_launches(
+                [lambda call=call: hopper.attend(call, out) for call in calls]
+            )
+            torch.cuda.synchronize()
+            clocks, nanoseconds, ctas = (
+                int(x) for x in read_global(modules[-1], b"ticks", np.uint64)
+            )
+            rate = Rate(micros, clocks / ctas, 1e3 * clocks / nanoseconds)
+            best[name] = min(best.get(name, rate), rate, key=lambda rate: rate.microseconds)
+    return best
+
+
+def main() -> None:
+    """Time every version that was named."""
+    parser = argparse.ArgumentParser(description="Clocks and their rate.")
+    parser.add_argument("cases", help="in one argument, see hopper_sources.py")
+    parser.add_argument("sources", nargs="+", help="`landed` or NAME=FOLDER")
+    arguments = parser.parse_args()
+    modules = keep_modules()
+    with tempfile.TemporaryDirectory() as made:
+        folders = {}
+        for source in arguments.sources:
+            name, _, path = source.partition("=")
+            folders[name] = Path(made) / name
+            folders[name].mkdir()
+            edit_folder(Path(path) if path else SOURCE_FOLDER, folders[name], EDITS)
+        for text in arguments.cases.split():
+            for name, rate in measure(text, folders, modules).items():
+                print(
+                    f"{text:16} {name:12} {rate.microseconds:8.2f} us {rate.clocks:9.0f} clocks"
+                    f" {rate.megahertz:6.0f} MHz",
+                    flush=True,
+                )
+
+
+if __name__ == "__main__":
+    main()
