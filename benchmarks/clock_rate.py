@@ -65,17 +65,11 @@ def measure(text: str, folders: dict[str, Path], modules: list[Any]) -> dict[str
     import common
     import numpy as np
     import torch
-    from attend import build
-    from hopper_sources import case_of, use
+    from hopper_sources import calls_of, case_of, use
 
-    from sparse_mla.kernels.contract import Layout
     from sparse_mla.kernels.hopper import attend as hopper
 
-    case = case_of(text)
-    problem, calls = build(case, case.window, case.compressed)
-    out = problem.allocate_out(
-        fp8=True, layout=Layout.CHUNK_INTERLEAVED, lse=False, max_logits=False
-    )
+    calls, out = calls_of(case_of(text))
     best: dict[str, Rate] = {}
     for names in (list(folders), list(reversed(folders))):
         for name in names:

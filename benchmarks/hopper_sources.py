@@ -19,7 +19,7 @@ import torch
 from attend import Case, build, ragged_problem
 
 from sparse_mla.cache.records import MXFP8, NVFP4, V4
-from sparse_mla.kernels.contract import Layout
+from sparse_mla.kernels.contract import AttendCall, AttendOut, Layout
 from sparse_mla.kernels.hopper import attend as hopper
 from sparse_mla.kernels.hopper import build as builder
 from sparse_mla.kernels.hopper.bodies import SOURCE_FOLDER, Body
@@ -65,12 +65,18 @@ def check(case: Case) -> None:
             assert torch.equal(first, out.data.view(torch.uint8)), "repeats differ"
 
 
-def measure(case: Case, folders: dict[str, Path]) -> dict[str, float]:
-    """Microseconds of each version, the same calls for all; the least of two turns, there and back."""
+def calls_of(case: Case) -> tuple[list[AttendCall], AttendOut]:
+    """The calls of a case, one for each input set, and the output that all of them write."""
     problem, calls = build(case, case.window, case.compressed)
     out = problem.allocate_out(
         fp8=True, layout=Layout.CHUNK_INTERLEAVED, lse=False, max_logits=False
     )
+    return list(calls), out
+
+
+def measure(case: Case, folders: dict[str, Path]) -> dict[str, float]:
+    """Microseconds of each version, the same calls for all; the least of two turns, there and back."""
+    calls, out = calls_of(case)
     best = dict.fromkeys(folders, float("inf"))
     for names in (list(folders), list(reversed(folders))):
         for name in names:
