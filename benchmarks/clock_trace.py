@@ -158,18 +158,13 @@ def clocks_of(heads: int, tokens: int, sources: Path) -> Any:
     """int64 array [CTA 132, warp 20, tile or token 64, event 8]: clocks since the CTA's start, or NEVER."""
     import numpy as np
     import torch
-    from attend import Case, build
-    from hopper_sources import use
+    from attend import Case
+    from hopper_sources import calls_of, use
 
-    from sparse_mla.cache.records import MXFP8
-    from sparse_mla.kernels.contract import Layout
     from sparse_mla.kernels.hopper import attend as hopper
 
     modules = keep_modules()
-    problem, calls = build(Case(tokens, heads), MXFP8, MXFP8)
-    out = problem.allocate_out(
-        fp8=True, layout=Layout.CHUNK_INTERLEAVED, lse=False, max_logits=False
-    )
+    calls, out = calls_of(Case(tokens, heads))
     with tempfile.TemporaryDirectory() as folder:
         edit_folder(sources, Path(folder), EDITS)
         use(Path(folder))

@@ -71,7 +71,7 @@ def calls_of(case: Case) -> tuple[list[AttendCall], AttendOut]:
     out = problem.allocate_out(
         fp8=True, layout=Layout.CHUNK_INTERLEAVED, lse=False, max_logits=False
     )
-    return list(calls), out
+    return calls, out
 
 
 def measure(case: Case, folders: dict[str, Path]) -> dict[str, float]:
