@@ -16,8 +16,6 @@ from typing import Any
 
 from clock_trace import Edits, edit_folder, keep_modules, read_global
 
-from sparse_mla.kernels.hopper.bodies import SOURCE_FOLDER
-
 TICKS = """// Sums over all CTAs: clocks, nanoseconds, CTAs.
 __device__ unsigned long long ticks[3];
 DI unsigned long long nanoseconds() {
@@ -61,29 +59,16 @@ class Rate:
 
 
 def measure(text: str, folders: dict[str, Path], modules: list[Any]) -> dict[str, Rate]:
-    """Each version's fastest of two turns, there and back."""
-    import common
+    """The fastest of each version's turns."""
     import numpy as np
-    import torch
-    from hopper_sources import calls_of, case_of, use
+    from hopper_sources import case_of, turns
 
-    from sparse_mla.kernels.hopper import attend as hopper
-
-    calls, out = calls_of(case_of(text))
     best: dict[str, Rate] = {}
-    for names in (list(folders), list(reversed(folders))):
-        for name in names:
-            use(folders[name])
-            hopper.attend(calls[0], out)  # compiles
-            micros = common.time_launches(
-                [lambda call=call: hopper.attend(call, out) for call in calls]
-            )
-            torch.cuda.synchronize()
-            clocks, nanoseconds, ctas = (
-                int(x) for x in read_global(modules[-1], b"ticks", np.uint64)
-            )
-            rate = Rate(micros, clocks / ctas, 1e3 * clocks / nanoseconds)
-            best[name] = min(best.get(name, rate), rate, key=lambda rate: rate.microseconds)
+    for name, micros in turns(case_of(text), folders):
+        ticks = read_global(modules[-1], b"ticks", np.uint64)
+        clocks, nanoseconds, ctas = (int(x) for x in ticks)
+        rate = Rate(micros, clocks / ctas, 1e3 * clocks / nanoseconds)
+        best[name] = min(best.get(name, rate), rate, key=lambda rate: rate.microseconds)
     return best
 
 
@@ -93,14 +78,15 @@ def main() -> None:
     parser.add_argument("cases", help="in one argument, see hopper_sources.py")
     parser.add_argument("sources", nargs="+", help="`landed` or NAME=FOLDER")
     arguments = parser.parse_args()
+    from hopper_sources import folders_of
+
     modules = keep_modules()
     with tempfile.TemporaryDirectory() as made:
         folders = {}
-        for source in arguments.sources:
-            name, _, path = source.partition("=")
+        for name, path in folders_of(arguments.sources).items():
             folders[name] = Path(made) / name
             folders[name].mkdir()
-            edit_folder(Path(path) if path else SOURCE_FOLDER, folders[name], EDITS)
+            edit_folder(path, folders[name], EDITS)
         for text in arguments.cases.split():
             for name, rate in measure(text, folders, modules).items():
                 print(

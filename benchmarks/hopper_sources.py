@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import re
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -74,20 +75,31 @@ def calls_of(case: Case) -> tuple[list[AttendCall], AttendOut]:
     return calls, out
 
 
-def measure(case: Case, folders: dict[str, Path]) -> dict[str, float]:
-    """Microseconds of each version, the same calls for all; the least of two turns, there and back."""
+def turns(case: Case, folders: dict[str, Path]) -> Iterator[tuple[str, float]]:
+    """Each version twice, there and back, with the same calls for all: its name and microseconds, while it is the one in use."""
     calls, out = calls_of(case)
+    for name in (*folders, *reversed(folders)):
+        use(folders[name])
+        hopper.attend(calls[0], out)  # compiles
+        micros = common.time_launches(
+            [lambda call=call: hopper.attend(call, out) for call in calls]
+        )
+        torch.cuda.synchronize()
+        yield name, micros
+
+
+def measure(case: Case, folders: dict[str, Path]) -> dict[str, float]:
+    """Microseconds of each version, the least of its turns."""
     best = dict.fromkeys(folders, float("inf"))
-    for names in (list(folders), list(reversed(folders))):
-        for name in names:
-            use(folders[name])
-            hopper.attend(calls[0], out)  # compiles
-            micros = common.time_launches(
-                [lambda call=call: hopper.attend(call, out) for call in calls]
-            )
-            best[name] = min(best[name], micros)
-    torch.cuda.synchronize()
+    for name, micros in turns(case, folders):
+        best[name] = min(best[name], micros)
     return best
+
+
+def folders_of(sources: list[str]) -> dict[str, Path]:
+    """The folder of each version: `landed` or NAME=FOLDER."""
+    named = [source.partition("=") for source in sources]
+    return {name: Path(path) if path else SOURCE_FOLDER for name, _, path in named}
 
 
 def main() -> None:
@@ -97,8 +109,7 @@ def main() -> None:
     parser.add_argument("sources", nargs="+", help="`landed` or NAME=FOLDER")
     parser.add_argument("--check", action="store_true")
     arguments = parser.parse_args()
-    named = [source.partition("=") for source in arguments.sources]
-    folders = {name: Path(path) if path else SOURCE_FOLDER for name, _, path in named}
+    folders = folders_of(arguments.sources)
     for case in map(case_of, arguments.cases.split()):
         for folder in folders.values():
             use(folder)
