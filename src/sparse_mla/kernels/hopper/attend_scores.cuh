@@ -114,8 +114,8 @@ struct Scores {
     return (most + (0x7fff7fff - TOP_WEIGHT)) & 0x80008000;
   }
   // Moves the references of heads whose maximum over this tile exceeds them by more than 2^15 (all of them on the first
-  // tile that has a key). S: logits relative to the reference, log2 units. The weights' space of the group, still
-  // unused, holds the maxima of the four warps.
+  // tile that has a key). S: logits relative to the reference, log2 units. The weights' space of the group, whose
+  // weights are not yet, or not right, holds the maxima of the four warps.
   DI void move_references(float (&S)[32], uint32_t parity, bool first, bool met) {
     const uint32_t tops = base + WEIGHTS + group * 8192, references = base + REFERENCE + parity * 256;
     float v[16], ref[16], top[2];
