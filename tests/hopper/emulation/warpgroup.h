@@ -109,9 +109,3 @@ template <class A, class M> static inline void copy_query(const A& p, const M&, 
 static inline void copy_row_together(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier) { together(29, to, nothing); if (cur->lane == 0) copy_row(to, from, bytes, barrier); }
 
 template <int HIGH> static inline uint32_t e4m3_pair(uint32_t w) { return HIGH ? e4m3_high(w) : e4m3_low(w); }
-static inline uint32_t e2m1_high_bytes(uint32_t codes) {
-  static const uint8_t magnitude[8] = {0x00, 0x38, 0x3c, 0x3e, 0x40, 0x42, 0x44, 0x46};
-  uint32_t r = 0;
-  for (int i = 0; i < 4; i++) { const uint32_t c = (codes >> (4 * i)) & 15; r |= (uint32_t)(magnitude[c & 7] | (c & 8 ? 0x80 : 0)) << (8 * i); }
-  return r;
-}

@@ -101,13 +101,6 @@ template <int HIGH> DI uint32_t e4m3_pair(uint32_t w) {
   else asm("{.reg .b16 l, h; mov.b32 {l, h}, %1; cvt.rn.f16x2.e4m3x2 %0, l;}" : "=r"(r) : "r"(w));
   return r;
 }
-// Four e2m1 codes (low 16 bits) -> the high bytes of four f16; their low bytes are zero.
-DI uint32_t e2m1_high_bytes(uint32_t codes) {
-  const uint32_t magnitude = __byte_perm(0x3e3c3800u, 0x46444240u, codes & 0x7777u);
-  uint32_t sign;               // 0xff where a code's bit 3 is set (prmt replicates the top bit then), else 0x80
-  asm("prmt.b32 %0, %1, %1, %2;" : "=r"(sign) : "r"(0x80808080u), "r"(codes));
-  return magnitude | ((sign << 1) & 0x80808080u);
-}
 
 // ---------------------------------------------------------------- work of a CTA
 struct Span { int window_tiles, window_keys, compressed_keys, first, last; };

@@ -25,7 +25,7 @@ struct Scores {
     if (KIND == KIND_NVFP4) {
       const uint2 x = load_shared8(row + Raw<KIND>::DATA + 8 * t), y = load_shared8(row + H + Raw<KIND>::DATA + 8 * t);
 #pragma unroll
-      for (int i = 0; i < 8; i++) store_shared4(to + i * PART, numbers_of_f16(e4m3_pair<0>(__byte_perm(i < 4 ? x.x : x.y, i < 4 ? y.x : y.y, (i & 3) | (4 + (i & 3)) << 4))));
+      for (int i = 0; i < 8; i++) store_shared4(to + i * PART, times(numbers_of_f16(e4m3_pair<0>(__byte_perm(i < 4 ? x.x : x.y, i < 4 ? y.x : y.y, (i & 3) | (4 + (i & 3)) << 4))), numbers_of_f16(E2M1_FACTOR)));
       return;
     }
     const int at = KIND == KIND_V4 ? 4 * (t >> 1) : 4 * t;
@@ -43,8 +43,8 @@ struct Scores {
     const uint32_t words[8] = {x.x, x.y, x.z, x.w, rest.x, rest.y, rest.z, rest.w};
     if (KIND == KIND_V4 && B == 7) { lo = numbers_of_bf16(words[2 * i]); hi = numbers_of_bf16(words[2 * i + 1]); return; }
     if (KIND == KIND_NVFP4) {
-      const uint32_t high = e2m1_high_bytes(words[i >> 1] >> (16 * (i & 1)));
-      lo = times(numbers_of_f16(__byte_perm(high, 0, 0x1404)), sc); hi = times(numbers_of_f16(__byte_perm(high, 0, 0x3424)), sc);
+      const uint32_t codes = __byte_perm(e2m1_even(words[i >> 1]), e2m1_odd(words[i >> 1]), i & 1 ? 0x7362 : 0x5140);
+      lo = times(numbers_of_f16(e4m3_pair<0>(codes)), sc); hi = times(numbers_of_f16(e4m3_pair<1>(codes)), sc);
       return;
     }
     lo = times(numbers_of_f16(e4m3_pair<0>(words[i])), sc); hi = times(numbers_of_f16(e4m3_pair<1>(words[i])), sc);

@@ -35,9 +35,9 @@ template <int KIND> DI void widen_words(uint32_t* a, const uint32_t (&x)[2][2], 
     const uint32_t sc = h ? sc1 : sc0;
     uint32_t v[4];
     if (KIND == KIND_NVFP4) {
-      const uint32_t k0 = e2m1_high_bytes(x[h][0] >> (16 * half)), k1 = e2m1_high_bytes(x[h][1] >> (16 * half));
-      const uint32_t lo = __byte_perm(k0, k1, 0x5140), hi = __byte_perm(k0, k1, 0x7362);
-      v[0] = __byte_perm(lo, 0, 0x1404); v[1] = __byte_perm(lo, 0, 0x3424); v[2] = __byte_perm(hi, 0, 0x1404); v[3] = __byte_perm(hi, 0, 0x3424);
+      const int two = half ? 0x7362 : 0x5140;
+      const uint32_t even = __byte_perm(e2m1_even(x[h][0]), e2m1_even(x[h][1]), two), odd = __byte_perm(e2m1_odd(x[h][0]), e2m1_odd(x[h][1]), two);
+      v[0] = e4m3_pair<0>(even); v[1] = e4m3_pair<0>(odd); v[2] = e4m3_pair<1>(even); v[3] = e4m3_pair<1>(odd);
     } else {
       const uint32_t lo = __byte_perm(x[h][0], x[h][1], 0x5140), hi = __byte_perm(x[h][0], x[h][1], 0x7362);
       v[0] = e4m3_pair<0>(lo); v[1] = e4m3_pair<1>(lo); v[2] = e4m3_pair<0>(hi); v[3] = e4m3_pair<1>(hi);

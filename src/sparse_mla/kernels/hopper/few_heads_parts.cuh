@@ -52,7 +52,3 @@ DI uint32_t e4m3_high(uint32_t w) { uint32_t r; asm("{.reg .b16 l, h; mov.b32 {l
 // Byte number N of two words of ue8m0 scales -> f16 pair. Scales above 2^7 are read as 2^7, so that no product leaves f16.
 template <int N> DI float ue8m0(uint32_t w) { return __uint_as_float((N == 3 ? w >> 1 : w << (23 - 8 * N)) & 0x7f800000u); }
 template <int N> DI uint32_t ue8m0_pair(uint32_t a, uint32_t b) { return least_f16(pack_f16(ue8m0<N>(a), ue8m0<N>(b)), 0x58005800); }
-// The even (odd) ones of eight e2m1 codes as four e4m3 codes of value 2^-6 times theirs.
-DI uint32_t e2m1_even(uint32_t w) { return ((w << 2) & 0x1c1c1c1cu) | ((w << 4) & 0x80808080u); }
-DI uint32_t e2m1_odd(uint32_t w) { return ((w >> 2) & 0x1c1c1c1cu) | (w & 0x80808080u); }
-constexpr uint32_t E2M1_FACTOR = 0x54005400u;   // f16 pair of 2^6

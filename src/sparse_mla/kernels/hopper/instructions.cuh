@@ -93,6 +93,10 @@ DI uint32_t turn(uint32_t pair, float c, float s) {
   const float a = __uint_as_float(pair << 16), b = __uint_as_float(pair & 0xffff0000u);
   return pack_bf16(a * c - b * s, a * s + b * c);
 }
+// The even (odd) ones of eight e2m1 codes as four e4m3 codes of value 2^-6 times theirs.
+DI uint32_t e2m1_even(uint32_t w) { return ((w << 2) & 0x1c1c1c1cu) | ((w << 4) & 0x80808080u); }
+DI uint32_t e2m1_odd(uint32_t w) { return ((w >> 2) & 0x1c1c1c1cu) | (w & 0x80808080u); }
+constexpr uint32_t E2M1_FACTOR = 0x54005400u;   // f16 pair of 2^6
 // Eight neighbouring numbers of an output, times w.
 DI uint4 bf16_of(const float (&v)[8], float w) { return make_uint4(pack_bf16(v[0] * w, v[1] * w), pack_bf16(v[2] * w, v[3] * w), pack_bf16(v[4] * w, v[5] * w), pack_bf16(v[6] * w, v[7] * w)); }
 DI uint2 e4m3_of(const float (&v)[8], float w) { return make_uint2(pack_e4m3(v[0] * w, v[1] * w) | (pack_e4m3(v[2] * w, v[3] * w) << 16), pack_e4m3(v[4] * w, v[5] * w) | (pack_e4m3(v[6] * w, v[7] * w) << 16)); }
