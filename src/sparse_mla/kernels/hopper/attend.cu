@@ -3,8 +3,8 @@
 //
 // Budget of a CTA (checked by tests/hopper/test_budget.py):
 //   threads 512 = 2 warpgroups of values at 176 registers, 2 of scores at 80
-//   spills at most 80 bytes with FP8 output and without lse (else up to 174): what a token needs once; for 15 of 25 pairs of records
-//   also up to 5 words of every tile
+//   spills at most 80 bytes with FP8 output and without lse (else up to 174): what a token needs once; for 6 of 25 pairs of records
+//   also a word of every tile
 //   shared memory 232,448 bytes, all there is: query 64 KB f16, weights 2 x 8 KB f16, raw rows and f16 scales of 4 tiles (3
 //   where scales lie apart), the rest barriers, references and sums
 //   tile of 64 keys: tensor cores 2048 clocks; shared memory 1.9 k clocks at 128 B (scores 512, values 512, raw rows in

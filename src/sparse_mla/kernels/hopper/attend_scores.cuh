@@ -38,10 +38,10 @@ struct Scores {
       store_shared4(to + i * PART, numbers_of_ue8m0(a, b));
     }
   }
-  // Dims 4 i .. 4 i + 3 of this lane's 16, as two f16 pairs; `rest`: the second half of 16 bf16 dims.
-  template <int KIND, int B> DI static void widen(uint32_t& lo, uint32_t& hi, int i, uint4 x, uint4 rest, uint32_t sc) {
-    const uint32_t words[8] = {x.x, x.y, x.z, x.w, rest.x, rest.y, rest.z, rest.w};
-    if (KIND == KIND_V4 && B == 7) { lo = numbers_of_bf16(words[2 * i]); hi = numbers_of_bf16(words[2 * i + 1]); return; }
+  // Dims 4 i .. 4 i + 3 of this lane's 16, as two f16 pairs; of 16 bf16 dims x has the half that is asked for.
+  template <int KIND, int B> DI static void widen(uint32_t& lo, uint32_t& hi, int i, uint4 x, uint32_t sc) {
+    const uint32_t words[4] = {x.x, x.y, x.z, x.w};
+    if (KIND == KIND_V4 && B == 7) { lo = numbers_of_bf16(words[2 * (i & 1)]); hi = numbers_of_bf16(words[2 * (i & 1) + 1]); return; }
     if (KIND == KIND_NVFP4) {
       const uint32_t codes = __byte_perm(e2m1_even(words[i >> 1]), e2m1_odd(words[i >> 1]), i & 1 ? 0x7362 : 0x5140);
       lo = times(numbers_of_f16(e4m3_pair<0>(codes)), sc); hi = times(numbers_of_f16(e4m3_pair<1>(codes)), sc);
@@ -59,10 +59,8 @@ struct Scores {
   }
   template <int KIND, int B> DI void block(float (&S)[32], uint32_t (&A)[OPERANDS][4], uint4 (&d)[2], uint32_t row, uint32_t scales) const {
     constexpr bool BF16 = KIND == KIND_V4 && B == 7;
-    uint4 rest[2] = {make_uint4(0, 0, 0, 0), make_uint4(0, 0, 0, 0)};
     uint32_t pair = 0;
-    if (BF16) { rest[0] = load_shared16(row + 448 + 32 * t + 16); rest[1] = load_shared16(row + 8 * Raw<KIND>::PITCH + 448 + 32 * t + 16); }
-    else pair = load_shared4(scales + (B & 1) * (KIND == KIND_NVFP4 ? 4 : 2) * PART + (B >> 1) * 32);
+    if (!BF16) pair = load_shared4(scales + (B & 1) * (KIND == KIND_NVFP4 ? 4 : 2) * PART + (B >> 1) * 32);
     uint4 next[2];
     if constexpr (B < 7) read_block<KIND, B + 1>(next, row);
     const uint32_t sc0 = __byte_perm(pair, 0, 0x1010), sc1 = __byte_perm(pair, 0, 0x3232);
@@ -72,8 +70,9 @@ struct Scores {
       uint32_t* a = A[(4 * B + i) % OPERANDS];
       if (4 * B + i >= OPERANDS) mma_wait<OPERANDS - 1>();    // the product that reads them
       if (4 * B + i == 15 + OPERANDS) arrive_once(base + HALF_READ + 8 * group);
-      widen<KIND, B>(a[0], a[2], i, d[0], rest[0], sc0);
-      widen<KIND, B>(a[1], a[3], i, d[1], rest[1], sc1);
+      widen<KIND, B>(a[0], a[2], i, d[0], sc0);
+      widen<KIND, B>(a[1], a[3], i, d[1], sc1);
+      if (BF16 && i == 1) read_block<KIND, B>(d, row + 16);   // the second half, early: it arrives while the product is issued
       mma_fence();
       keys_mma<0>(S, a, query + 2 * i, B > 0 || i > 0);
       mma_commit();
