@@ -2,7 +2,7 @@
 
     python benchmarks/clock_rate.py "64x128 64x132+3968" landed other=FOLDER
 
-Cases and sources as in `hopper_sources.py`, which checks them; nothing is checked here. A GPU lowers its clock under load at once, and
+Cases and sources as in `hopper_sources.py`, which checks them; nothing is checked here, and all tokens are one launch. A GPU lowers its clock under load at once, and
 further while it stays hot, by more than most changes of a kernel gain: what clocks say is the kernel, what microseconds say is both.
 """
 
@@ -78,9 +78,10 @@ def main() -> None:
     parser.add_argument("cases", help="in one argument, see hopper_sources.py")
     parser.add_argument("sources", nargs="+", help="`landed` or NAME=FOLDER")
     arguments = parser.parse_args()
-    from hopper_sources import folders_of
+    from hopper_sources import folders_of, one_launch_a_call
 
     modules = keep_modules()
+    one_launch_a_call()
     with tempfile.TemporaryDirectory() as made:
         folders = {}
         for name, path in folders_of(arguments.sources).items():

@@ -15,7 +15,6 @@ from attend import Case, build, ragged_problem
 from sparse_mla.cache.records import MXFP8, NVFP4, V4
 from sparse_mla.kernels.contract import Layout
 from sparse_mla.kernels.hopper import attend as hopper
-from sparse_mla.kernels.hopper.bodies import block_heads
 from sparse_mla.testing import peer
 from sparse_mla.testing.compare import HOPPER_BODY, assert_matches_oracle
 
@@ -24,15 +23,15 @@ RECORDS = ((MXFP8, MXFP8), (MXFP8, NVFP4), (V4, V4))
 
 
 def check(case: Case) -> None:
-    """The oracle on a ragged problem of the same kind, several rows a CTA if the case has that many."""
-    problem = ragged_problem(case, 150)
+    """The oracle on a ragged problem of the same kind, several rows a CTA and a rest if the case has that many."""
+    problem = ragged_problem(case, 300)
     call, out = problem.call(), problem.allocate_out(fp8=True, layout=Layout.CHUNK_INTERLEAVED)
     hopper.attend(call, out)
     assert_matches_oracle(call, out, HOPPER_BODY)
 
 
 def measure(case: Case) -> str:
-    """One line: records, heads, tokens, blocks and their heads, splits, time."""
+    """One line: records, heads, tokens, of each launch blocks and their heads and splits, time."""
     check(case)
     problem, calls = build(case, case.window, case.compressed)
     out = problem.allocate_out(
@@ -40,11 +39,13 @@ def measure(case: Case) -> str:
     )
     micro = common.time_launches([lambda call=call: hopper.attend(call, out) for call in calls])
     sms = torch.cuda.get_device_properties(0).multi_processor_count
-    block = block_heads(case.heads, case.tokens, batch_invariant=False)
-    blocks = -(-case.heads // block)
+    launches = " + ".join(
+        f"{len(part.tokens):4} in blocks {-(-case.heads // part.block):2} of {part.block:2} splits {part.splits}"
+        for part in hopper.launches_of(calls[0], sms)
+    )
     return (
         f"{case.window.name:6} {case.compressed.name:6} heads {case.heads:3} tokens {case.tokens:4} "
-        f"blocks {blocks:2} of {block:2} splits {hopper.splits_of(calls[0], sms)} {micro:8.2f} us"
+        f"{launches} {micro:8.2f} us"
     )
 
 

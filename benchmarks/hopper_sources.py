@@ -27,8 +27,8 @@ from sparse_mla.kernels.hopper.bodies import SOURCE_FOLDER, Body
 from sparse_mla.testing.compare import HOPPER_BODY, assert_matches_oracle
 
 RECORDS = {"mxfp8": (MXFP8, MXFP8), "nvfp4": (MXFP8, NVFP4), "v4": (V4, V4)}
-CHECKED_TOKENS = ((5, True), (9, False), (150, False))
-"""(tokens, batch-invariant): few rows, rows that are split, more rows than multiprocessors."""
+CHECKED_TOKENS = ((5, True), (9, False), (300, False))
+"""(tokens, batch-invariant): few rows, rows that are split, more rows than multiprocessors and a rest of their rounds."""
 REPEATS = 20
 LANDED_SOURCE = Body.source
 
@@ -46,6 +46,11 @@ def use(folder: Path) -> None:
     """Launches take the sources of this folder from now on."""
     Body.source = lambda body: LANDED_SOURCE(body, folder)  # type: ignore[method-assign]
     builder.function.cache_clear()
+
+
+def one_launch_a_call() -> None:
+    """Calls are one launch from now on, also where the last tokens would get one of their own: for what is read of a launch."""
+    hopper.tokens_of_launches = lambda *call: (call[1],)
 
 
 def check(case: Case) -> None:

@@ -106,7 +106,7 @@ def check_records(window: str, compressed: str, heads: int, splits: int, fp8: bo
         compressed_page_rows=1 if splits == 8 else 64,
         **TRAPS,
     )
-    assert hopper.splits_of(problem.call(), 132) == splits
+    assert [part.splits for part in hopper.launches_of(problem.call(), 132)] == [splits]
     check(problem, fp8=fp8)
 
 
@@ -120,7 +120,7 @@ def test_twenty_thousand_launches_of_the_worst_shape_do_not_hang(heads: int) -> 
     """15 rows: as many clusters of 8 CTAs as are resident together."""
     problem = model_problem(15, heads)
     call, out = problem.call(), problem.allocate_out(fp8=True)
-    assert hopper.splits_of(call, 132) == 8
+    assert [part.splits for part in hopper.launches_of(call, 132)] == [8]
     first = run(problem, fp8=True)
     for _ in range(20_000):
         hopper.attend(call, out)
@@ -227,6 +227,20 @@ def test_sixteen_and_more_heads_read_every_pair_split(heads: int, pair: tuple[st
 @pytest.mark.parametrize("tokens", [1, 15, 16, 31, 36, 41, 66, 67, 133, 300])
 def test_every_number_of_tokens_at_the_borders_of_splits(tokens: int, heads: int) -> None:
     check(model_problem(tokens, heads), fp8=True)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.value)
+@pytest.mark.parametrize(("heads", "splits"), [(8, 8), (16, 8), (32, 8), (64, 8), (128, 4)])
+def test_the_rest_of_a_round_is_a_launch_of_its_own(
+    heads: int, splits: int, layout: Layout
+) -> None:
+    """140 tokens: 132, then 8, which are shared out."""
+    problem = model_problem(140, heads, strided=True)
+    call = problem.call(query_layout=layout)
+    parts = hopper.launches_of(call, 132)
+    assert [(len(part.tokens), part.splits) for part in parts] == [(132, 1), (8, splits)]
+    for fp8 in (True, False):
+        check(problem, call, fp8=fp8, layout=layout)
 
 
 @pytest.mark.parametrize(
@@ -457,7 +471,7 @@ def test_no_tokens_is_no_launch(heads: int) -> None:
 
 
 @pytest.mark.parametrize("heads", [8, 32, 64])
-@pytest.mark.parametrize("tokens", [8, 150], ids=["split", "not split"])
+@pytest.mark.parametrize("tokens", [8, 240, 140], ids=["split", "not split", "two launches"])
 def test_a_graph_replays_what_eager_writes_and_sees_new_values(tokens: int, heads: int) -> None:
     problem = model_problem(tokens, heads)
     call, out = problem.call(), problem.allocate_out(fp8=True)

@@ -55,6 +55,19 @@ def test_chosen_blocks(heads: int, tokens: int, block: int, layout: Layout) -> N
         assert_matches_oracle(call, out, HOPPER_BODY)
 
 
+@pytest.mark.parametrize(
+    ("heads", "tokens", "blocks"),
+    [(64, 140, [64, 16]), (32, 134, [64, 8]), (128, 68, [64, 16]), (24, 270, [24, 8])],
+)
+def test_a_rest_runs_in_smaller_blocks(heads: int, tokens: int, blocks: list[int]) -> None:
+    problem = problem_of(heads, tokens)
+    call = problem.call(query_layout=Layout.CHUNK_INTERLEAVED)
+    assert [part.block for part in hopper.launches_of(call, 132)] == blocks
+    for fp8 in (True, False):
+        out = run(problem, call, fp8=fp8, layout=Layout.CHUNK_INTERLEAVED)
+        assert_matches_oracle(call, out, HOPPER_BODY)
+
+
 @pytest.mark.parametrize("records", RECORDS, ids="-".join)
 @pytest.mark.parametrize("tokens", [1, 8, 32])
 def test_records(tokens: int, records: tuple[str, str]) -> None:

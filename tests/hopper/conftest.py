@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import fences
 import pytest
@@ -123,12 +124,38 @@ class Emulator:
         head_blocks = -(-call.num_heads // block)
         q = hopper._readable_query(call, mapped=body is MANY_HEADS)
         call, out, made = between_fences(replace(call, q=q), out)
-        arguments = hopper._arguments(call, out, call.q, head_blocks)
+        arguments = hopper._arguments(call, out, call.q, head_blocks, range(call.num_tokens))
         arguments.zeros = ZEROS.data_ptr()
         items = call.num_tokens * head_blocks
         grid = items * splits if splits > 1 else min(items, ctas)
         assert self.library(body, variant).emulate(ctypes.byref(arguments), grid, seed) == 0
         made.copy_back()
+
+    def attend(self, call: AttendCall, out: AttendOut, sms: int) -> list[tuple[str, int, int]]:
+        """`attend` itself on `sms` multiprocessors: each launch's source, CTAs and splits, in order."""
+        launches = []
+
+        def launch(
+            variant: Variant, body: Body, arguments: int, ctas: int, splits: int, stream: int
+        ) -> None:
+            launches.append((body.file, ctas, splits))
+            address = ctypes.c_void_p.from_address(arguments)
+            assert self.library(body, variant).emulate(address, ctas, 1) == 0
+
+        call, out, made = between_fences(call, out)
+        with (
+            mock.patch.object(hopper, "_multiprocessors", return_value=sms),
+            mock.patch.object(hopper, "function", lambda variant, _: (variant, ZEROS.data_ptr())),
+            mock.patch.object(hopper, "query_map"),
+            mock.patch.object(hopper, "launch", launch),
+            mock.patch.multiple(
+                torch.cuda, device=mock.MagicMock(), current_device=int, current_stream=mock.Mock()
+            ),
+        ):
+            hopper.query_map.return_value.getPtr.return_value = 0
+            hopper.attend(call, out)
+        made.copy_back()
+        return launches
 
     def check(
         self,

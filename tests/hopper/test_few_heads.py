@@ -134,10 +134,10 @@ def test_every_block_has_times_in_order() -> None:
 def test_blocks_are_divided_by_multiplication(blocks: int) -> None:
     problem = make_problem(tokens=1, heads=8, window_keys=4)
     call, out = problem.call(), problem.allocate_out()
-    mul = hopper._arguments(call, out, call.q, blocks).block_mul
+    mul = hopper._arguments(call, out, call.q, blocks, range(1)).block_mul
     for item in (0, 1, blocks - 1, blocks, 12_345, 2**28 // blocks * blocks - 1, 2**28 - 1):
         assert item * mul >> 32 == item // blocks
-    assert hopper._arguments(call, out, call.q, 1).block_mul == 0
+    assert hopper._arguments(call, out, call.q, 1, range(1)).block_mul == 0
 
 
 @pytest.mark.parametrize(
@@ -151,13 +151,17 @@ def test_splits_keep_every_cluster_resident(tokens: int, tiles: int, splits: int
     assert hopper.choose_splits(FEW_HEADS, tokens, tiles, 132) == splits
 
 
-def test_a_call_is_split_by_its_body() -> None:
-    few = make_problem(tokens=32, heads=8, window_keys=128, compressed_keys=512).call()
-    assert hopper.splits_of(few, 132) == 3
-    assert hopper.splits_of(replace(few, batch_invariant=True), 132) == 1
-    blocks = make_problem(tokens=1, heads=64, window_keys=128, compressed_keys=512).call()
-    assert hopper.splits_of(blocks, 132) == 8  # 8 rows of 8 heads
-    wide = make_problem(tokens=20, heads=64, window_keys=128, compressed_keys=512).call()
-    assert hopper.splits_of(wide, 132) == 1  # 80 rows of 16 heads
-    many = make_problem(tokens=40, heads=64, window_keys=128, compressed_keys=512).call()
-    assert hopper.splits_of(many, 132) == 2
+@pytest.mark.parametrize(
+    ("heads", "tokens", "block", "splits"),
+    [
+        (8, 32, 8, 3),
+        (64, 1, 8, 8),  # 8 rows of 8 heads
+        (64, 20, 16, 1),  # 80 rows of 16 heads
+        (64, 40, 64, 2),
+    ],
+)
+def test_a_call_is_split_by_its_body(heads: int, tokens: int, block: int, splits: int) -> None:
+    call = make_problem(tokens=tokens, heads=heads, compressed_keys=512).call()
+    assert hopper.launches_of(call, 132) == ((range(tokens), block, splits),)
+    alone = hopper.launches_of(replace(call, batch_invariant=True), 132)
+    assert alone == ((range(tokens), heads, 1),)

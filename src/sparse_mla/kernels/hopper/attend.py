@@ -1,5 +1,7 @@
 """Attention on Hopper: one launch, everything fused, for any number of heads; `bodies.py` says which source runs.
 
+Where a few tokens are left over from whole rounds of the multiprocessors, these get a launch of their own.
+
 Rounding: the query is rotated in float32 and rounded to bf16, then held as f16; keys are widened to f16, exactly
 within f16's range; logits and sums are float32; weights, 2**10 times exp(z - m), are rounded to f16; the output is rounded once,
 after the inverse rotation. f16 saturates: query values at +-65504; ue8m0 block scales above 2**7 read as
@@ -7,7 +9,7 @@ after the inverse rotation. f16 saturates: query values at +-65504; ue8m0 block 
 are bf16 instead, exact but for the weights, and the 64-head body runs every call.
 
 Rows are shared out over clusters when there are few of them; the merge has a fixed order, so repeats are
-bitwise equal. A batch-invariant call or plan shares no row out.
+bitwise equal. A batch-invariant call or plan shares no row out and is always one launch.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,11 +26,13 @@ from sparse_mla.errors import UnsupportedError
 from sparse_mla.kernels.contract import HEAD_DIM, AttendCall, AttendOut, KeySet, Layout
 from sparse_mla.kernels.division import magic_division
 from sparse_mla.kernels.hopper.bodies import (
+    BLOCKS,
     FEW_HEADS,
     MANY_HEADS_BLOCK,
     Body,
     block_heads,
     head_tiles,
+    tokens_of_launches,
 )
 from sparse_mla.kernels.hopper.build import (
     MANY_HEADS,
@@ -93,6 +98,14 @@ class _Args(ctypes.Structure):
     ]
 
 
+class Part(NamedTuple):
+    """What one launch does of a call, and how."""
+
+    tokens: range
+    block: int  # heads of a block
+    splits: int  # CTAs that share each row
+
+
 def attend(call: AttendCall, out: AttendOut) -> None:
     """Fill `out`; nothing is allocated unless q must be copied, see `_readable_query`.
 
@@ -106,26 +119,27 @@ def attend(call: AttendCall, out: AttendOut) -> None:
         raise UnsupportedError("this call of the Hopper kernel", reasons)
     device = call.q.device
     index = torch.cuda.current_device() if device.index is None else device.index
-    block = _block_heads_of(call)
-    head_blocks = -(-call.num_heads // block)
-    items = call.num_tokens * head_blocks
     sms = _multiprocessors(index)
-    splits = splits_of(call, sms)
-    variant = variant_of(call, out, block, splits)
-    mapped = variant.body is MANY_HEADS
-    q = _readable_query(call, mapped=mapped)
-    arguments = _arguments(call, out, q, head_blocks)
+    parts = launches_of(call, sms)
+    variants = [variant_of(call, out, part.block, part.splits) for part in parts]
+    q = _readable_query(call, mapped=any(variant.body is MANY_HEADS for variant in variants))
+    heads = call.num_heads
     with torch.cuda.device(index):
-        kernel, arguments.zeros = function(variant, index)
-        addresses = [ctypes.addressof(arguments)]
-        if mapped:
-            chunked = call.query_layout is Layout.CHUNK_INTERLEAVED
-            tensor_map = query_map(q.data_ptr(), tuple(q.shape), q.stride(), chunked)
-            addresses.append(tensor_map.getPtr())
-        parameters = (ctypes.c_void_p * len(addresses))(*addresses)
-        ctas = items * splits if splits > 1 else min(items, sms)
         stream = torch.cuda.current_stream().cuda_stream
-        launch(kernel, variant.body, ctypes.addressof(parameters), ctas, splits, stream)
+        for (tokens, block, splits), variant in zip(parts, variants, strict=True):
+            head_blocks = -(-heads // block)
+            arguments = _arguments(call, out, q, head_blocks, tokens)
+            kernel, arguments.zeros = function(variant, index)
+            addresses = [ctypes.addressof(arguments)]
+            if variant.body is MANY_HEADS:
+                chunked = call.query_layout is Layout.CHUNK_INTERLEAVED
+                shape = (len(tokens), heads, HEAD_DIM)
+                tensor_map = query_map(arguments.q, shape, q.stride(), chunked)
+                addresses.append(tensor_map.getPtr())
+            parameters = (ctypes.c_void_p * len(addresses))(*addresses)
+            items = len(tokens) * head_blocks
+            ctas = items * splits if splits > 1 else min(items, sms)
+            launch(kernel, variant.body, ctypes.addressof(parameters), ctas, splits, stream)
 
 
 def refusals(call: AttendCall) -> list[str]:
@@ -170,19 +184,29 @@ def variant_of(call: AttendCall, out: AttendOut, block: int, splits: int) -> Var
     )
 
 
-def splits_of(call: AttendCall, num_sms: int) -> int:
-    """CTAs that share each row of a call; 1 if its rows must not depend on their number."""
+def launches_of(call: AttendCall, num_sms: int) -> tuple[Part, ...]:
+    """The launches of a call of one token or more, in order; a single one without splits if its rows must not depend
+    on their number.
+    """
     if _batch_invariant(call):
-        return 1
-    block = _block_heads_of(call)
-    return _splits_of_blocks(call.num_heads, call.num_tokens, block, _tiles(call), num_sms)
+        block = _block_heads(call.num_heads, call.num_tokens, invariant=True)
+        return (Part(range(call.num_tokens), block, 1),)
+    return _launches(call.num_heads, call.num_tokens, _tiles(call), num_sms)
 
 
-def _splits_of_blocks(
-    num_heads: int, num_tokens: int, block: int, tiles: int, multiprocessors: int
-) -> int:
-    body = FEW_HEADS if head_tiles(block) else MANY_HEADS
-    return choose_splits(body, num_tokens * -(-num_heads // block), tiles, multiprocessors)
+def _launches(
+    num_heads: int, num_tokens: int, tiles: int, multiprocessors: int
+) -> tuple[Part, ...]:
+    blocks = (MANY_HEADS_BLOCK,) if bf16_numbers() else BLOCKS
+    parts, first = [], 0
+    for tokens in tokens_of_launches(num_heads, num_tokens, tiles, multiprocessors, blocks):
+        block = _block_heads(num_heads, tokens, invariant=False)
+        body = FEW_HEADS if head_tiles(block) else MANY_HEADS
+        items = tokens * -(-num_heads // block)
+        splits = choose_splits(body, items, tiles, multiprocessors)
+        parts.append(Part(range(first, first + tokens), block, splits))
+        first += tokens
+    return tuple(parts)
 
 
 @functools.cache
@@ -200,10 +224,9 @@ def warm_up_tokens(
     tiles, multiprocessors = tiles_of(list_widths), _multiprocessors(device_index)
     first: dict[tuple[int, int], int] = {}
     for tokens in range(1, most + 1):
-        block = _block_heads(num_heads, tokens, invariant=False)
-        splits = _splits_of_blocks(num_heads, tokens, block, tiles, multiprocessors)
-        first.setdefault((block, splits), tokens)
-    return tuple(first.values())
+        for part in _launches(num_heads, tokens, tiles, multiprocessors):
+            first.setdefault((part.block, part.splits), tokens)
+    return tuple(dict.fromkeys(first.values()))  # a call of two launches may stand there twice
 
 
 def tiles_of(list_widths: Iterable[int]) -> int:
@@ -216,7 +239,7 @@ def choose_splits(body: Body, items: int, tiles: int, multiprocessors: int) -> i
 
     Args:
         body: whose CTAs they are.
-        items: rows of the call, each with a block of heads.
+        items: rows of the launch, each with a block of heads.
         tiles: 64-key tiles of the list widths; a CTA gets at least one of them.
         multiprocessors: of the device.
     """
@@ -232,10 +255,6 @@ def _batch_invariant(call: AttendCall) -> bool:
 
 def _block_heads(num_heads: int, num_tokens: int, *, invariant: bool) -> int:
     return MANY_HEADS_BLOCK if bf16_numbers() else block_heads(num_heads, num_tokens, invariant)
-
-
-def _block_heads_of(call: AttendCall) -> int:
-    return _block_heads(call.num_heads, call.num_tokens, invariant=_batch_invariant(call))
 
 
 def _tiles(call: AttendCall) -> int:
@@ -261,24 +280,29 @@ def _readable_query(call: AttendCall, *, mapped: bool) -> Tensor:
     return q if aligned else q.contiguous()
 
 
-def _arguments(call: AttendCall, out: AttendOut, q: Tensor, head_blocks: int) -> _Args:
-    positions, rope = call.positions, call.rope
+def _arguments(
+    call: AttendCall, out: AttendOut, q: Tensor, head_blocks: int, tokens: range
+) -> _Args:
+    """The arguments of a launch for some tokens, which the kernel counts from zero: what there is a row of for each token is
+    addressed at the first of them. Views of it would take several times as long.
+    """
+    positions, rope, first = call.positions, call.rope, tokens.start
     wide = positions is not None and positions.dtype is torch.int64
     return _Args(
-        a=_key_arguments(call.window, q),
-        b=_key_arguments(call.compressed, q),
-        q=q.data_ptr(),
-        out=out.data.data_ptr(),
-        scales=_pointer(out.scales),
-        lse=_pointer(out.lse),
-        max_logits=_pointer(out.max_logits),
+        a=_key_arguments(call.window, q, first),
+        b=_key_arguments(call.compressed, q, first),
+        q=_pointer(q, first),
+        out=_pointer(out.data, first),
+        scales=_pointer(out.scales, first),
+        lse=_pointer(out.lse, first),
+        max_logits=_pointer(out.max_logits, first),
         sink=_pointer(call.sink),
-        positions=_pointer(positions),
+        positions=_pointer(positions, first),
         rope=_pointer(rope),
         q_token_stride=q.stride(0) * 2,
         q_head_stride=q.stride(1) * 2,
         scale_stride=0 if out.scales is None else max(1, out.scales.stride(2)),
-        tokens=call.num_tokens,
+        tokens=len(tokens),
         heads=call.num_heads,
         head_blocks=head_blocks,
         heads_per_group=out.heads_per_group,
@@ -292,15 +316,15 @@ def _arguments(call: AttendCall, out: AttendOut, q: Tensor, head_blocks: int) ->
     )
 
 
-def _key_arguments(keys: KeySet | None, readable: Tensor) -> _KeyArgs:
+def _key_arguments(keys: KeySet | None, readable: Tensor, first: int) -> _KeyArgs:
     if keys is None or keys.width == 0 or keys.cache.num_slots == 0:
         return _KeyArgs(pages=readable.data_ptr(), page_rows=1)
     cache = keys.cache
     mul, shift = division(cache.page_rows)
     return _KeyArgs(
         pages=cache.pages.data_ptr(),
-        indices=keys.indices.data_ptr(),
-        lengths=_pointer(keys.lengths),
+        indices=_pointer(keys.indices, first),
+        lengths=_pointer(keys.lengths, first),
         indices_stride=keys.indices.stride(0),
         page_stride=cache.page_stride_bytes,
         scale_base=cache.record.scale_base(cache.page_rows),
@@ -321,5 +345,8 @@ def division(divisor: int) -> tuple[int, int]:
     return (magic, shift - 1) if divisor > 1 else (0, 0)
 
 
-def _pointer(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
+def _pointer(tensor: Tensor | None, row: int = 0) -> int | None:
+    """Where a row of a tensor begins."""
+    if tensor is None or row == 0:
+        return None if tensor is None else tensor.data_ptr()
+    return tensor.data_ptr() + row * tensor.stride(0) * tensor.element_size()

@@ -29,12 +29,16 @@ MICROSECONDS: dict[int, dict[int, float]] = {
 Measured on an H200 with one block a token (docs/performance.md, 528-byte rows, 128 + 512 keys). Other records and longer
 lists are taken to order the bodies alike.
 """
+BLOCKS = tuple(MICROSECONDS)
+"""Heads of every block."""
 SEVERAL_BLOCKS = 0.92
 """Share of that time where blocks of one token read the same rows, from the L2: 0.89 to 0.92 for 2, 4 and 8 blocks."""
 HALF_EMPTY = 0.92
 """Share of that time which `attend.cu` takes for at most half of its heads, from 128 rows on."""
 ROWS_OF_A_ROUND = 132
 """Multiprocessors of an H200."""
+TILES_OF_A_ROW = 10
+"""64-key tiles of the rows that `MICROSECONDS` was measured with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +89,47 @@ def block_heads(num_heads: int, num_tokens: int, batch_invariant: bool) -> int:
     if batch_invariant:
         return next((n for n in MICROSECONDS if n >= num_heads), MANY_HEADS_BLOCK)
     return min(MICROSECONDS, key=lambda n: _launch_microseconds(num_heads, num_tokens, n))
+
+
+@functools.cache
+def tokens_of_launches(
+    num_heads: int,
+    num_tokens: int,
+    tiles: int,
+    multiprocessors: int,
+    blocks: tuple[int, ...] = BLOCKS,
+) -> tuple[int, ...]:
+    """Numbers of tokens of the launches of a call, in order: all of them, or those of whole rounds and the rest.
+
+    A round takes as long for one row as for 132. A rest is done sooner by a launch of its own, which shares its rows out to
+    clusters or takes smaller blocks, as a call of so few tokens does; the least sum of `MICROSECONDS` says whether. Those
+    are times of whole launches, one after the other. Nothing is known of other devices, nor of shorter lists, where the
+    start of a second launch weighs more: they take one launch.
+
+    Args:
+        num_heads: of the call.
+        num_tokens: of the call.
+        tiles: 64-key tiles of its list widths.
+        multiprocessors: of the device.
+        blocks: heads of the blocks that it may run in.
+    """
+    one: tuple[int, ...] = (num_tokens,)
+    if multiprocessors != ROWS_OF_A_ROUND or tiles < TILES_OF_A_ROW:
+        return one
+    choices = [one]
+    for block in blocks:
+        rows = -(-num_heads // block)  # of a token
+        rounds = num_tokens * rows // ROWS_OF_A_ROUND
+        whole = rounds * ROWS_OF_A_ROUND // rows
+        if 0 < whole < num_tokens:
+            choices.append((whole, num_tokens - whole))
+    return min(choices, key=lambda c: sum(_least_microseconds(num_heads, n, blocks) for n in c))
+
+
+@functools.cache
+def _least_microseconds(num_heads: int, num_tokens: int, blocks: tuple[int, ...]) -> float:
+    """What one launch takes in the best of these blocks."""
+    return min(_launch_microseconds(num_heads, num_tokens, block) for block in blocks)
 
 
 def _launch_microseconds(num_heads: int, num_tokens: int, block: int) -> float:
