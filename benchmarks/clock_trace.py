@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from sparse_mla.kernels.hopper.bodies import MANY_HEADS_BLOCK, SOURCE_FOLDER, block_heads
+from sparse_mla.kernels.hopper.bodies import BODIES, MANY_HEADS, SOURCE_FOLDER, block_heads
 
 Edits = dict[str, tuple[tuple[str, str, str], ...]]
 """File -> (what comes before, text that stands there once, what comes after it)."""
@@ -24,7 +24,7 @@ ROLES: dict[str, dict[str, tuple[slice, tuple[str, ...]]]] = {
         "values": (slice(8, 16), ("begin", "weights", "added", "end")),
     },
     "attend.cu": {
-        "scores": (slice(8, 16), ("begin", "rows", "scored", "space", "settled", "weighed")),
+        "scores": (slice(8, 20), ("begin", "rows", "scored", "space", "settled", "weighed")),
         "values": (slice(0, 8), ("begin", "weights", "added", "end")),
     },
 }
@@ -33,8 +33,8 @@ TOKEN_ROLES: dict[str, dict[str, tuple[slice, tuple[str, ...]]]] = {
     "few_heads.cu": {"scores": (slice(0, 8), ("over", "told", "next query"))},
     "attend.cu": {
         "scores": (
-            slice(8, 16),
-            ("half free", "free", "asked", "half", "half widened", "rest", "widened"),
+            slice(8, 20),
+            ("half free", "free", "", "half", "half widened", "rest", "widened"),
         ),
         "values": (slice(0, 8), ("summed", "written")),
     },
@@ -52,7 +52,7 @@ DI void stamp(int warp, int n, int event) {
   asm volatile("mov.u32 %0, %%clock;" : "=r"(clocks) :: "memory");
   stamps[((blockIdx.x * 20 + warp) * 64 + n) * 8 + event] = clocks;
 }"""
-SCORE_TILE = "stamp(8 + 4 * group + w, 2 * own + group, {});\n"
+SCORE_TILE = "stamp(8 + 4 * group + w, GROUPS * own + group, {});\n"
 SCORE_TOKEN = f"stamp(8 + 4 * group + w, {FIRST_TOKEN} + item / 132, {{}});\n"
 QUERY_HALF = f"stamp(8 + 4 * group + w, {FIRST_TOKEN} + number, {{}} + 2 * half);\n"
 VALUE_TILE = "stamp(4 * g + w, done, {});\n"
@@ -86,23 +86,23 @@ EDITS: Edits = {
         ("", "  wait_for_launch_before();\n", "  stamp(warp, 63, 0);\n"),
     ),
     "attend_scores.cuh": (
-        ("", "    float S[32];\n", SCORE_TILE.format(0)),
+        ("", "    float S[HEADS / 2];\n", SCORE_TILE.format(0)),
         ("", "    wait(base + RAW_FULL + 8 * stage, phase);\n", SCORE_TILE.format(1)),
         (SCORE_TILE.format(2), "    wait(base + WEIGHTS_EMPTY + 8 * group, (own & 1) ^ 1);\n", ""),
         (SCORE_TILE.format(3), "    const bool met = ", ""),
         ("", "    arrive_once(base + SETTLED + 8 * group);\n", SCORE_TILE.format(4)),
         ("", "    arrive_once(base + FULL + 8 * group);\n", SCORE_TILE.format(5)),
-        ("", "    wait(base + SETTLED + 8 * group, (own & 1) ^ 1);   // of this group's other warps\n", SCORE_TOKEN.format(0)),
-        (SCORE_TOKEN.format(1), "    ask_rest(item, number, position);\n", SCORE_TOKEN.format(2)),
-        ("", "    wait(base + QUERY_RAW + 8 * half, number & 1);\n", QUERY_HALF.format(3)),
-        ("", "    QueryRows(base, base + ANGLES + 256 * number, rows, l).widen(half, p.rotate_query);\n", QUERY_HALF.format(4)),
+        ("", "      wait(base + SETTLED + 8 * group, (own & 1) ^ 1); // of this group's other warps\n", SCORE_TOKEN.format(0)),
+        (SCORE_TOKEN.format(1), "    ask_rest(item, number, position);\n  }\n", ""),
+        ("", "    wait(base + query_raw(number, half), (number >> 1) & 1);\n", QUERY_HALF.format(3)),
+        ("", "    QueryRows(base, query_of(number), base + ANGLES + 256 * number, rows, l).widen(half, number, p.rotate_query);\n", QUERY_HALF.format(4)),
     ),
     "attend_values.cuh": (
-        (VALUE_TILE.format(0), "      wait(base + FULL + 8 * group, (done >> 1) & 1);\n", VALUE_TILE.format(1)),
+        (VALUE_TILE.format(0), "      wait(base + FULL + 8 * group, turn);\n", VALUE_TILE.format(1)),
         (VALUE_TILE.format(2), "      if (last) {\n", ""),
         ("", "      arrive_once(base + WEIGHTS_EMPTY + 8 * group);\n", VALUE_TILE.format(3)),
         ("", "    tokens += has_keys;\n", VALUE_TOKEN.format(0)),
-        ("", "    out.store_scales(0, 7);\n", VALUE_TOKEN.format(1)),
+        ("", "    out.store_scales(0, HEAD_TILES - 1);\n", VALUE_TOKEN.format(1)),
     ),
 }  # fmt: skip
 """Where the stamps are."""
@@ -196,7 +196,7 @@ def main() -> None:
     parser.add_argument("--sources", type=Path, default=SOURCE_FOLDER)
     options = parser.parse_args()
     clocks = clocks_of(options.heads, options.tokens, options.sources)
-    many = block_heads(options.heads, options.tokens, False) == MANY_HEADS_BLOCK
+    many = BODIES[block_heads(options.heads, options.tokens, False)] is MANY_HEADS
     body = "attend.cu" if many else "few_heads.cu"
     rounds = -(-options.tokens // 132)
     ctas = slice(0, options.tokens - 132 * (rounds - 1))  # those with most tokens

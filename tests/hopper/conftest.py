@@ -19,12 +19,11 @@ import torch
 from sparse_mla.kernels.contract import AttendCall, AttendOut, KeySet
 from sparse_mla.kernels.hopper import attend as hopper
 from sparse_mla.kernels.hopper.bodies import (
-    FEW_HEADS,
-    MANY_HEADS_BLOCK,
+    BODIES,
+    MANY_HEADS,
     Body,
-    block_heads,
 )
-from sparse_mla.kernels.hopper.build import MANY_HEADS, Variant
+from sparse_mla.kernels.hopper.build import Variant
 from sparse_mla.testing.compare import HOPPER_BODY, assert_matches_oracle
 from sparse_mla.testing.inputs import AttendProblem
 
@@ -89,7 +88,7 @@ class Emulator:
             folder.mkdir()
             (folder / "kernel.inc").write_text(kernel_text(body.source()))
             macros = [f"-D{name}={value}" for name, value in variant.macros().items()]
-            macros.append(f"-DCTA_THREADS={body.threads}")
+            macros.append(f"-DCTA_THREADS={variant.threads}")
             flags = ["-O1", "-std=c++17", "-w", "-shared", "-fPIC", "-fno-strict-aliasing"]
             target = folder / "kernel.so"
             files = ["-I", str(folder), str(HERE / "run_kernel.cpp"), "-o", str(target)]
@@ -118,8 +117,8 @@ class Emulator:
         `block`: heads of a block, not given = as a batch-invariant call has it.
         """
         if block is None:
-            few = body is FEW_HEADS
-            block = block_heads(call.num_heads, 1, True) if few else MANY_HEADS_BLOCK
+            block = hopper._block_heads(call.num_heads, 1, invariant=True)
+        assert BODIES[block] is body
         variant = hopper.variant_of(call, out, block, splits)
         head_blocks = -(-call.num_heads // block)
         q = hopper._readable_query(call, mapped=body is MANY_HEADS)
@@ -136,11 +135,11 @@ class Emulator:
         launches = []
 
         def launch(
-            variant: Variant, body: Body, arguments: int, ctas: int, splits: int, stream: int
+            kernel: Variant, variant: Variant, arguments: int, ctas: int, stream: int
         ) -> None:
-            launches.append((body.file, ctas, splits))
+            launches.append((variant.body.file, ctas, variant.splits))
             address = ctypes.c_void_p.from_address(arguments)
-            assert self.library(body, variant).emulate(address, ctas, 1) == 0
+            assert self.library(variant.body, variant).emulate(address, ctas, 1) == 0
 
         call, out, made = between_fences(call, out)
         with (

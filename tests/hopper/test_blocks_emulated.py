@@ -1,4 +1,4 @@
-"""`few_heads.cu` on blocks of a token's heads, run thread by thread against the float64 oracle. No GPU needed.
+"""Both Hopper bodies on blocks of a token's heads, run thread by thread against the float64 oracle. No GPU needed.
 
 `tests/gpu/test_hopper_blocks.py` is the same on a GPU.
 """
@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from sparse_mla.kernels.contract import Layout
-from sparse_mla.kernels.hopper.bodies import FEW_HEADS
+from sparse_mla.kernels.hopper.bodies import BODIES, FEW_HEADS, MANY_HEADS
 from sparse_mla.testing.compare import HOPPER_BODY, assert_matches_oracle
 from sparse_mla.testing.inputs import make_problem
 
@@ -25,20 +25,21 @@ RAGGED: dict[str, Any] = {"lengths": "random", "hole_probability": 0.1, "beyond_
     [
         (64, 8, 16, 1, True, CHUNKED),
         (40, 16, 5, 1, True, STANDARD),
-        (66, 24, 33, 1, True, CHUNKED),
-        (66, 32, 11, 3, True, CHUNKED),
+        (66, 32, 33, 1, True, CHUNKED),
+        (66, 32, 11, 2, True, CHUNKED),
         (20, 8, 20, 8, False, STANDARD),
+        (20, 16, 20, 8, True, CHUNKED),
         (128, 32, 128, 1, False, CHUNKED),
-        pytest.param(64, 16, 64, 8, True, STANDARD, marks=pytest.mark.slow),
+        pytest.param(64, 16, 64, 4, True, STANDARD, marks=pytest.mark.slow),
         pytest.param(64, 32, 8, 8, False, CHUNKED, marks=pytest.mark.slow),
         pytest.param(128, 8, 16, 8, True, CHUNKED, marks=pytest.mark.slow),
-        pytest.param(128, 24, 32, 1, True, STANDARD, marks=pytest.mark.slow),
-        pytest.param(40, 24, 20, 3, True, STANDARD, marks=pytest.mark.slow),
+        pytest.param(128, 16, 32, 1, True, STANDARD, marks=pytest.mark.slow),
+        pytest.param(40, 32, 20, 4, True, STANDARD, marks=pytest.mark.slow),
         pytest.param(40, 32, 40, 1, True, CHUNKED, marks=pytest.mark.slow),
         pytest.param(66, 8, 3, 3, True, CHUNKED, marks=pytest.mark.slow),
-        pytest.param(66, 16, 22, 3, False, STANDARD, marks=pytest.mark.slow),
-        pytest.param(20, 16, 5, 3, True, CHUNKED, marks=pytest.mark.slow),
-        pytest.param(20, 24, 4, 1, False, CHUNKED, marks=pytest.mark.slow),
+        pytest.param(66, 16, 22, 2, False, STANDARD, marks=pytest.mark.slow),
+        pytest.param(20, 16, 5, 2, True, CHUNKED, marks=pytest.mark.slow),
+        pytest.param(20, 32, 4, 1, False, CHUNKED, marks=pytest.mark.slow),
     ],
 )
 def test_blocks(
@@ -61,7 +62,21 @@ def test_blocks(
     )
     call = problem.call(query_layout=layout)
     outputs = {"fp8": fp8, "layout": layout, "heads_per_group": heads_per_group}
-    emulator.check(FEW_HEADS, problem, call, splits=splits, block=block, **outputs)
+    emulator.check(BODIES[block], problem, call, splits=splits, block=block, **outputs)
+
+
+@pytest.mark.parametrize("block", [8, 16, 32, 64])
+def test_a_row_has_the_bits_of_the_row_alone(block: int, emulator: Any) -> None:
+    """Whichever group of scores has the first of its tiles."""
+    problem = make_problem(tokens=4, heads=block, window_keys=128, compressed_keys=170, **RAGGED)
+    whole = problem.allocate_out()
+    emulator.run(BODIES[block], problem.call(), whole, ctas=1)
+    for row in range(4):
+        only = problem.rows(torch.tensor([row]))
+        alone = only.allocate_out()
+        emulator.run(BODIES[block], only.call(), alone, ctas=1)
+        for name in ("data", "lse", "max_logits"):
+            assert torch.equal(getattr(whole, name)[row : row + 1], getattr(alone, name)), name
 
 
 @pytest.mark.parametrize("splits", [1, 3])
@@ -80,17 +95,41 @@ def test_other_records_and_empty_rows(lengths: str, splits: int, emulator: Any) 
     emulator.check(FEW_HEADS, problem, splits=splits, block=8, fp8=True)
 
 
-def test_a_block_has_the_bits_of_its_heads_alone(emulator: Any) -> None:
-    problem = make_problem(tokens=3, heads=16, window_keys=40, compressed_keys=50, **RAGGED)
+@pytest.mark.parametrize("block", [8, 16])
+def test_a_block_has_the_bits_of_its_heads_alone(block: int, emulator: Any) -> None:
+    problem = make_problem(tokens=3, heads=2 * block, window_keys=40, compressed_keys=50, **RAGGED)
     assert problem.sink is not None
-    upper = replace(problem, q=problem.q[:, 8:], sink=problem.sink[8:].clone())
+    upper = replace(problem, q=problem.q[:, block:], sink=problem.sink[block:].clone())
     whole, alone = problem.allocate_out(), upper.allocate_out()
-    emulator.run(FEW_HEADS, problem.call(), whole, block=8)
-    emulator.run(FEW_HEADS, upper.call(), alone)
-    assert torch.equal(whole.data[:, 8:], alone.data)
+    emulator.run(BODIES[block], problem.call(), whole, block=block)
+    emulator.run(BODIES[block], upper.call(), alone)
+    assert torch.equal(whole.data[:, block:], alone.data)
     assert whole.lse is not None
     assert alone.lse is not None
-    assert torch.equal(whole.lse[:, 8:], alone.lse)
+    assert torch.equal(whole.lse[:, block:], alone.lse)
+
+
+@pytest.mark.parametrize("block", [16, 32])
+@pytest.mark.parametrize("lse", [True, False])
+@pytest.mark.parametrize(
+    "window_lengths",
+    [[0, 10, 64, 0, 65, 1, 1, 130, 0, 30], [1] * 12, [7, 129, 130], [65, 3, 66, 2]],
+    ids=str,
+)
+def test_three_groups_of_scores_keep_several_tokens_apart(
+    window_lengths: list[int], lse: bool, block: int, emulator: Any
+) -> None:
+    """Tokens of one tile each follow one another: a barrier of one is waited for when that of the token before has not passed."""
+    problem = make_problem(
+        tokens=len(window_lengths), heads=block, window_keys=130, compressed_keys=None
+    )
+    call = problem.call()
+    lengths = torch.tensor(window_lengths, dtype=torch.int32)
+    call = replace(call, window=replace(call.window, lengths=lengths))
+    for seed in range(3):
+        out = problem.allocate_out(fp8=True, lse=lse, max_logits=False)
+        emulator.run(MANY_HEADS, call, out, ctas=1, seed=seed, block=block)
+        assert_matches_oracle(call, out, HOPPER_BODY)
 
 
 @pytest.mark.parametrize("splits", [1, 3])

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from sparse_mla.cache.records import MXFP8
-from sparse_mla.kernels.hopper.bodies import FEW_HEADS, SOURCE_FOLDER, Body
-from sparse_mla.kernels.hopper.build import MANY_HEADS, Variant
+from sparse_mla.kernels.hopper.bodies import FEW_HEADS, MANY_HEADS, SOURCE_FOLDER, Body
+from sparse_mla.kernels.hopper.build import Variant
 
 SCRIPTS = Path(__file__).parents[2] / "benchmarks"
 
@@ -33,13 +33,13 @@ def test_edited_sources_compile(
         sys.modules.pop(name, None)
     landed = Body.source
     monkeypatch.setattr(Body, "source", lambda body: landed(body, tmp_path))
-    for body, head_tiles in ((FEW_HEADS, 1), (MANY_HEADS, 0)):
+    for body, head_tiles in ((FEW_HEADS, 1), (MANY_HEADS, 8)):
         places = [place for name in (body.file, *body.headers) for place in edits.get(name, ())]
         put_in = sum((before + after).count(mark) for before, _, after in places)
         assert put_in > 0
         assert body.source().count(mark) == put_in
         (tmp_path / body.file[:-3]).mkdir()
-        variant = Variant(MXFP8, MXFP8, 1, True, True, False, head_tiles)
+        variant = Variant(MXFP8, MXFP8, 1, True, True, False, body, head_tiles)
         assert "registers" in ptxas(variant, tmp_path / body.file[:-3])
     assert set(edits) <= {
         name for body in (FEW_HEADS, MANY_HEADS) for name in (body.file, *body.headers)

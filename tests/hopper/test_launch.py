@@ -11,13 +11,7 @@ import torch
 from sparse_mla.cache.records import INDEX_FP8
 from sparse_mla.errors import UnsupportedError
 from sparse_mla.kernels.hopper import attend as hopper
-from sparse_mla.kernels.hopper.bodies import (
-    FEW_HEADS,
-    block_heads,
-    head_tiles,
-    tokens_of_launches,
-)
-from sparse_mla.kernels.hopper.build import MANY_HEADS
+from sparse_mla.kernels.hopper.bodies import BODIES, MANY_HEADS, block_heads, tokens_of_launches
 from sparse_mla.testing.inputs import make_problem
 
 
@@ -104,9 +98,8 @@ def test_warm_up_launches_every_variant_of_a_step(
         found = set()
         for tokens in tokens_of_launches(num_heads, call_tokens, tiles, 132):
             heads = block_heads(num_heads, tokens, False)
-            body = FEW_HEADS if head_tiles(heads) else MANY_HEADS
             items = tokens * -(-num_heads // heads)
-            found.add((heads, hopper.choose_splits(body, items, tiles, 132)))
+            found.add((heads, hopper.choose_splits(BODIES[heads], items, tiles, 132)))
         return found
 
     sizes = hopper.warm_up_tokens(num_heads, widths, 700, 0)

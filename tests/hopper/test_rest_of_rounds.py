@@ -16,11 +16,10 @@ from sparse_mla.kernels.contract import AttendCall, AttendOut, KeySet, Layout
 from sparse_mla.kernels.hopper import attend as hopper
 from sparse_mla.kernels.hopper.bodies import (
     FEW_HEADS,
-    MANY_HEADS_BLOCK,
+    MANY_HEADS,
     MICROSECONDS,
     tokens_of_launches,
 )
-from sparse_mla.kernels.hopper.build import MANY_HEADS
 from sparse_mla.metadata.plan import PlanScratch, build_plan
 from sparse_mla.testing.compare import HOPPER_BODY, assert_matches_oracle
 from sparse_mla.testing.inputs import make_problem
@@ -37,13 +36,12 @@ TILES = 10  # 128 + 512 keys
     ("heads", "tokens", "launches"),
     [
         *((64, 1, (1,)), (64, 132, (132,)), (64, 133, (132, 1)), (64, 140, (132, 8))),
-        *((64, 230, (132, 98)), (64, 231, (231,)), (64, 264, (264,)), (64, 265, (264, 1))),
+        *((64, 198, (132, 66)), (64, 199, (199,)), (64, 264, (264,)), (64, 265, (264, 1))),
         *((64, 4096, (4092, 4)), (64, 70_000, (69_960, 40))),
-        *((8, 132, (132,)), (8, 188, (132, 56)), (8, 189, (189,)), (8, 270, (264, 6))),
-        # one launch of 150 tokens of 32 heads has three rounds of blocks of 16, 132 tokens one of 64
+        *((8, 132, (132,)), (8, 184, (132, 52)), (8, 185, (185,)), (8, 270, (264, 6))),
         *((32, 150, (132, 18)), (24, 270, (264, 6))),
         # two blocks a token
-        *((128, 66, (66,)), (128, 67, (66, 1)), (128, 115, (66, 49)), (128, 116, (116,))),
+        *((128, 66, (66,)), (128, 67, (66, 1)), (128, 99, (66, 33)), (128, 100, (100,))),
         (128, 133, (132, 1)),
     ],
 )
@@ -75,19 +73,19 @@ def call_of(tokens: int, heads: int = 64) -> AttendCall:
 
 def test_each_launch_is_that_of_its_tokens_alone() -> None:
     call = call_of(140)
-    assert hopper.launches_of(call, 132) == ((range(132), 64, 1), (range(132, 140), 16, 3))
+    assert hopper.launches_of(call, 132) == ((range(132), 64, 1), (range(132, 140), 16, 2))
     assert hopper.launches_of(call_of(132), 132) == ((range(132), 64, 1),)
-    assert hopper.launches_of(call_of(8), 132) == ((range(8), 16, 3),)
+    assert hopper.launches_of(call_of(8), 132) == ((range(8), 16, 2),)
     assert hopper.launches_of(call, 131) == ((range(140), 64, 1),)
 
 
-def test_bf16_numbers_leave_blocks_of_64_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bf16_numbers_leave_blocks_of_many_heads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hopper, "bf16_numbers", lambda: True)
-    call = call_of(140)
-    assert hopper.launches_of(call, 132) == ((range(132), 64, 1), (range(132, 140), 64, 8))
-    # 16 heads cost as much as 32: a second round so takes 23.7 us, which 70 tokens alone do not
-    assert tokens_of_launches(16, 202, TILES, 132, (MANY_HEADS_BLOCK,)) == (132, 70)
-    assert tokens_of_launches(16, 202, TILES, 132) == (202,)
+    assert hopper.launches_of(call_of(1, 8), 132) == ((range(1), 16, 8),)
+    assert hopper.launches_of(call_of(1), 132) == ((range(1), 16, 8),)
+    assert hopper.launches_of(call_of(128), 132) == ((range(128), 64, 1),)
+    invariant = replace(call_of(5, 8), batch_invariant=True)
+    assert hopper.launches_of(invariant, 132) == ((range(5), 16, 1),)
 
 
 @pytest.mark.parametrize("heads", [8, 64])
@@ -209,9 +207,10 @@ def spread_query(call: AttendCall) -> AttendCall:
     ("rest", "launches"),
     [
         (64, [(MANY_HEADS.file, 4, 1), (MANY_HEADS.file, 4, 2)]),
-        (16, [(MANY_HEADS.file, 4, 1), (FEW_HEADS.file, 4, 1)]),
+        (32, [(MANY_HEADS.file, 4, 1), (MANY_HEADS.file, 4, 1)]),
+        (8, [(MANY_HEADS.file, 4, 1), (FEW_HEADS.file, 4, 1)]),
     ],
-    ids=["shared out", "smaller blocks"],
+    ids=["shared out", "smaller blocks", "few heads"],
 )
 def test_two_launches_of_many_heads_are_right(
     rest: int, launches: list[Any], emulator: Any, monkeypatch: pytest.MonkeyPatch
@@ -272,6 +271,6 @@ def test_each_tensor_map_begins_at_its_launch(monkeypatch: pytest.MonkeyPatch) -
     (q,) = copies
     assert launch.call_count == 2
     assert [asked.args for asked in query_map.call_args_list] == [
-        (q.data_ptr(), (5, 64, 512), q.stride(), False),
-        (q.data_ptr() + 5 * 64 * 512 * 2, (2, 64, 512), q.stride(), False),
+        (q.data_ptr(), (5, 64, 512), q.stride(), False, 64),
+        (q.data_ptr() + 5 * 64 * 512 * 2, (2, 64, 512), q.stride(), False, 64),
     ]

@@ -48,14 +48,14 @@ template <class Right> static inline void multiply(Warp* w, int b, int n, const 
 static inline void lend(uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3) { uint32_t* f = cur->warp->frag[cur->warp->gen & 1][cur->lane]; f[0] = a0; f[1] = a1; f[2] = a2; f[3] = a3; }
 template <int FIRST, int N> static inline void keys_mma(float (&d)[N], const uint32_t* a, uint64_t right, int keep) {
   lend(a[0], a[1], a[2], a[3]);
-  together(30, (uint64_t)&d[0], [=](Warp* w, int b) { multiply(w, b, 64, left_of_registers(w, b), [=](int k, int n) { return dim_major_at(right, n, k); }, keep, FIRST); });
+  together(30, (uint64_t)&d[0], [=](Warp* w, int b) { multiply(w, b, 8 * HEAD_TILES, left_of_registers(w, b), [=](int k, int n) { return dim_major_at(right, n, k); }, keep, FIRST); });
 }
 static inline void mma_fence() { together(24, 0, nothing); }
 static inline void mma_commit() {}
 template <int N> static inline void mma_wait() { together(25, 0, nothing); }
 
-static inline void values_sync() { gather(3, 256, false); }
-static inline void scores_sync() { gather(4, 256, false); }
+static inline void values_sync() { gather(6, 256, false); }
+static inline void scores_sync() { gather(7, 128 * (HEAD_TILES == 8 ? 2 : 3), false); }
 static inline void group_sync(int g) { gather(g + 1, 128, false); }
 static inline bool group_any(int g, bool x) { return gather(g + 1, 128, x); }
 static inline void forget(int&) {}
@@ -65,6 +65,7 @@ static inline void arrive_once(uint32_t b) { arrive(b); }
 #else
 static inline void arrive_once(uint32_t b) { if (one_lane()) arrive(b); }
 #endif
+template <int N> static inline void take_registers() {}
 static inline int lane_number() { return cur->lane; }
 
 static inline void load_matrices(uint32_t (&x)[4], uint32_t a) {
@@ -98,8 +99,8 @@ static inline void store_shared1(uint32_t a, uint32_t x) { put<uint8_t>(a, (uint
 static inline void copy_commit() {}
 template <int N> static inline void copy_wait() {}
 template <class A, class M> static inline void copy_query(const A& p, const M&, uint32_t to, int block, int head, int token, uint32_t barrier) {
-  std::vector<uint8_t> box(8192);
-  for (int h = 0; h < 64 && head + h < p.heads; h++)
+  std::vector<uint8_t> box(HEAD_TILES * 1024);
+  for (int h = 0; h < 8 * HEAD_TILES && head + h < p.heads; h++)
     for (int piece = 0; piece < 8; piece++) {
       const int64_t from = p.query_chunked ? ((int64_t)(4 * block + (piece >> 1)) * p.heads + head + h) * 32 + (piece & 1) * 16 : (head + h) * p.q_head_stride + block * 128 + piece * 16;
       memcpy(&box[h * 128 + piece * 16], p.q + token * p.q_token_stride + from, 16);

@@ -1,27 +1,30 @@
 // Mega attention for Hopper (sm_90a): query RoPE, sparse attention over a window and a compressed set of paged
-// quantised rows, sink, inverse RoPE, FP8 or bf16 output, in one launch. One CTA works on one token's 64 heads.
+// quantised rows, sink, inverse RoPE, FP8 or bf16 output, in one launch. One CTA works on one token's block of 64, 32 or 16
+// heads at a time ("token" below).
 //
-// Budget of a CTA (checked by tests/hopper/test_budget.py):
-//   threads 512 = 2 warpgroups of values at 176 registers, 2 of scores at 80
-//   spills at most 80 bytes with FP8 output and without lse (else up to 174): what a token needs once; for 6 of 25 pairs of records
-//   also a word of every tile
-//   shared memory 232,448 bytes, all there is: query 64 KB f16, weights 2 x 8 KB f16, raw rows and f16 scales of 4 tiles (3
-//   where scales lie apart), the rest barriers, references and sums
-//   tile of 64 keys: tensor cores 2048 clocks; shared memory 1.9 k clocks at 128 B (scores 512, values 512, raw rows in
-//   264, out 2 x 264, weights 64); widening 800 clocks of conversion pipe; up to 135 KB of rows in flight
+// Budget of a CTA (checked by tests/hopper/test_budget.py), of 64 / 32 / 16 heads:
+//   threads 512 / 640 / 640 = 2 warpgroups of values at 176 / 120 / 96 registers, 2 / 3 / 3 of scores at 80 / 80 / 96
+//   spills at most 80 bytes with FP8 output and without lse (else up to 174): what a token needs once, and for some pairs of records
+//   a word of every tile; a word or two with 32 heads, none with 16
+//   shared memory 232,448 bytes, all there is: query f16 64 / 32 / 2 x 16 KB, weights f16 2 x 8 / 3 x 4 / 3 x 2 KB, raw rows and
+//   f16 scales of 4 / 5 / 5 tiles (one less with 584-byte rows, and where scales lie apart and there is no room), the rest
+//   barriers, references and sums
+//   tile of 64 keys: tensor cores 2048 / 1024 / 512 clocks; widening 800 clocks of conversion pipe; shared memory with 64 heads
+//   1.9 k clocks at 128 B (scores 512, values 512, raw rows in 264, out 2 x 264, weights 64); up to 4 tiles of rows in flight
 //
 // Every matrix product has keys in registers as its left operand, so a tile is never stored widened:
-//   scores    groups 0 and 1 take turns. A lane holds 16 dims of two rows per 64-dim block, widens them, and the
+//   scores    groups of 4 warps take turns. A lane holds 16 dims of two rows per 64-dim block, widens them, and the
 //             tensor cores give (keys x heads) scores. Weights go to shared memory, heads x keys, and the scales of the
 //             tile, f16, beside its rows. One warp of each group looks up where later rows are. The group whose tile is a
-//             token's first has the query copied while the other one works on the tile before; each group turns half of it.
+//             token's first has the query copied while the others work on the tiles before, or, where there is room for two
+//             queries, one tile ahead; it turns half of it, the group of the tile after the other half.
 //   values    warpgroup g adds up (dims x heads) of all tiles for dims 256 g .. 256 g + 255. A lane reads 8 dims of four
 //             keys, pairs up two keys of a dim, widens them, and multiplies by the weights. Between its products a warp
 //             copies 8 rows of the tile AHEAD further, one bulk copy each.
 // The reference of a head's weights lies 2^10 below its maximum, so that weights down to 2^-24 of the largest are normal
 // f16. It moves only when the maximum grew by more than 2^5, so sums are almost never rescaled: a tile's weights are found with
 // the old one, and once more if one of them is above 2^15. The tile after learns it from the tile before (SETTLED). The sum of
-// the weights is that of the rounded ones, a product with ones, half of the keys by each warpgroup of values; a call that wants
+// the weights is that of the rounded ones, a product with ones, shared out over the warps of values; a call that wants
 // lse, and weights of bf16, get the sum from before they were rounded instead. SPLITS > 1: a cluster shares one token's tiles;
 // partial sums meet in distributed shared memory, in rank order.
 //
@@ -29,7 +32,7 @@
 // Keys of a tile: row 16 t + 8 h + 4 e + s is in step s of the values, place 8 h + 2 t + e; score warp s has these 16 rows.
 // 16 rows share a pad of 32 bytes, so that the reads of both meet different banks.
 //
-// Macros: A_KIND, B_KIND (record of the window and of the compressed set), X_ROW_UNITS (16-byte units between rows),
+// Macros: HEAD_TILES (8, 4 or 2, of 8 heads), A_KIND, B_KIND (record of the window and of the compressed set), X_ROW_UNITS (16-byte units between rows),
 // X_SCALE_STRIDE (bytes between rows of scales), SPLITS, FP8_OUTPUT, OUT_CHUNKED, WITH_LSE, WITH_MAX, BF16_NUMBERS (query, keys
 // and weights are bf16 for the tensor cores: nothing saturates, weights keep 8 bits, widening takes three more
 // instructions a pair).
@@ -51,42 +54,63 @@ constexpr int PART = 544;
 template <int KIND> DI constexpr int scales_at() { return row_at<KIND>(63) + Raw<KIND>::PITCH; }
 
 constexpr bool APART = A_ROW_UNITS * 16 != A_SCALE_STRIDE || B_ROW_UNITS * 16 != B_SCALE_STRIDE;   // scales and data of a row
-constexpr int STAGES = HAS_V4 || APART ? 3 : 4;
+constexpr int HEADS = 8 * HEAD_TILES;         // of a block
+constexpr int GROUPS = HEAD_TILES == 8 ? 2 : 3;            // warpgroups of scores
+constexpr int QUERIES = HEAD_TILES == 2 ? 2 : 1;           // of a token, and of the next one
+constexpr int STAGES = HEAD_TILES == 8 ? (HAS_V4 || APART ? 3 : 4) : HAS_V4 || (HEAD_TILES == 4 && (APART || WITH_MAX)) ? 4 : 5;
 constexpr int AHEAD = STAGES - 1;   // so many tiles after the one whose values are added up rows are copied
 constexpr int STAGE = scales_at<HAS_V4 ? KIND_V4 : KIND_MXFP8>() + 4 * PART - 32;   // the last part needs no pad
 static_assert(scales_at<KIND_NVFP4>() + 8 * PART <= STAGE, "a tile of the smallest rows");
-constexpr int QUERY = 0, WEIGHTS = 65536, RAW = WEIGHTS + 16384;
-constexpr int ANGLES = RAW + STAGES * STAGE;  // [token & 3][64] f32 of the rope table
-constexpr int SINKS = ANGLES + 1024;          // [128] f32, log2 units
-constexpr int SUMS = SINKS + 512;             // of a token's weights: WITH_LSE [group 2][64] f32, else [token parity 2][warpgroup of values 2][64]
-constexpr int SUM_REFERENCE = SUMS + (WITH_LSE ? 512 : 1024);    // WITH_LSE: [group 2][64] f32, what they refer to
-constexpr int REFERENCE = SUM_REFERENCE + (WITH_LSE ? 512 : 0);  // [token parity 2][64] f32, what weights refer to, log2 units
-constexpr int TRUE_MAX = REFERENCE + 512;     // WITH_MAX: [token parity 2][64] f32, log2 units
-constexpr int RESCALE = TRUE_MAX + (WITH_MAX ? 512 : 0);   // [group 2][64] f32
-constexpr int RAW_FULL = RESCALE + 512;       // [stage 4]
-constexpr int FULL = RAW_FULL + 32;           // [group 2], weights
-constexpr int WEIGHTS_EMPTY = FULL + 16;      // [group 2], and the rows of that tile are read
-constexpr int SETTLED = WEIGHTS_EMPTY + 16;   // [group 2], the scores of its tile are done, the reference is final
-constexpr int HALF_READ = SETTLED + 16;       // [group 2], the products with the first half of the query are done
-constexpr int QUERY_RAW = HALF_READ + 16;     // [half 2], bf16 values of blocks 0 to 3 and 4 to 7 have come
-constexpr int QUERY_FULL = QUERY_RAW + 16, SUMS_READ = QUERY_FULL + 8;
-constexpr int VALID = SUMS_READ + 8;          // [tile 8] u64, one bit a key
+// Several tiles, and tokens of one tile each, are under way: what is kept of so many.
+constexpr int TILES = GROUPS == 2 ? 8 : 16, KEPT = GROUPS == 2 ? 2 : 4, TURNS = GROUPS == 2 ? 4 : 8;
+constexpr int BLOCK = HEADS * 128;            // bytes of 64 numbers of each head: dims of the query, or weights of a tile
+constexpr int TABLE = HEADS * 4;              // bytes of a number of each head
+constexpr int QUERY_BYTES = 8 * BLOCK;
+constexpr int QUERY = 0, WEIGHTS = QUERIES * QUERY_BYTES, RAW = WEIGHTS + GROUPS * BLOCK;
+constexpr int ANGLES = RAW + STAGES * STAGE;  // [token, TURNS][64] f32 of the rope table
+constexpr int SINKS = ANGLES + TURNS * 256;   // [128] f32, log2 units
+constexpr int SUMS = SINKS + 512;             // of a token's weights: WITH_LSE [group][head] f32, else [token parity 2][warp of values 8][16]
+constexpr int SUM_REFERENCE = SUMS + (WITH_LSE ? GROUPS * TABLE : 1024);      // WITH_LSE: [group][head] f32, what they refer to
+constexpr int REFERENCE = SUM_REFERENCE + (WITH_LSE ? GROUPS * TABLE : 0);    // [token, KEPT][head] f32, what weights refer to, log2 units
+constexpr int TRUE_MAX = REFERENCE + KEPT * TABLE;         // WITH_MAX: [token, KEPT][head] f32, log2 units
+constexpr int RESCALE = TRUE_MAX + (WITH_MAX ? KEPT * TABLE : 0);   // [group][head] f32
+constexpr int RAW_FULL = RESCALE + GROUPS * TABLE;         // [stage]
+constexpr int FULL = RAW_FULL + 8 * STAGES;                // [group], weights
+constexpr int WEIGHTS_EMPTY = FULL + 8 * GROUPS;           // [group], and the rows of that tile are read
+constexpr int SETTLED = WEIGHTS_EMPTY + 8 * GROUPS;        // [group], the scores of its tile are done, the reference is final
+constexpr int HALF_READ = SETTLED + 8 * GROUPS;            // [group], the products with the first half of the query are done
+constexpr int QUERY_RAW = HALF_READ + 8 * GROUPS;          // [token parity 2][half 2], bf16 values of blocks 0 to 3 and 4 to 7 have come
+constexpr int QUERY_FULL = QUERY_RAW + 32;    // [token parity 2]: with three groups one may come to it when the token before has not passed
+constexpr int SUMS_READ = QUERY_FULL + 16;    // [token parity 2]
+constexpr int VALID = SUMS_READ + 16;         // [tile 8] u64, one bit a key
 constexpr int HOW = VALID + 64;               // [tile 8][8 rows] u8: 0 no tile, 1 window, 2 compressed set | 128: all of them exist
-constexpr int WHICH = HOW + 64;               // [tile 8] u32, see Walk::word
-constexpr int ITEM = WHICH + 32;              // [tile 8] u32, token and heads
-constexpr int GREW = ITEM + 32;               // [group 2] u32, sums must be rescaled
-constexpr int MET = GREW + 8;                 // [token parity 2] u32, a tile had a key
-constexpr int UNITS = (MET + 8 + 15) & ~15;   // [tile 4][64] u32, where its rows are, 16-byte units; ~0: nowhere
-constexpr int SLOTS = UNITS + 1024;           // [tile parity 2][64] int
-constexpr int WALK = SLOTS + 512;             // [tile parity 2] 32 bytes
-constexpr int SCALE_UNITS = WALK + 64;        // [tile 4][64] u32, where scales are that lie apart, 8-byte units
-constexpr int FINAL_CTA = UNITS;              // [64] float2, of a split token
-constexpr int FINAL_MAX = FINAL_CTA + 512;    // [64] f32
+constexpr int WHICH = HOW + 64;        // [tile, TILES] u32, see Walk::word
+constexpr int ITEM = WHICH + 4 * TILES;       // [tile, TILES] u32, token and heads
+constexpr int GREW = ITEM + 4 * TILES;        // [group] u32, sums must be rescaled
+constexpr int MET = GREW + 4 * GROUPS;        // [token, KEPT] u32, a tile had a key
+constexpr int UNITS = (MET + 4 * KEPT + 15) & ~15;   // [stage][64] u32, where its rows are, 16-byte units; ~0: nowhere
+constexpr int SLOTS = UNITS + 256 * STAGES;   // [group][64] int
+constexpr int WALK = SLOTS + 256 * GROUPS;    // [group] 32 bytes
+constexpr int SCALE_UNITS = WALK + 32 * GROUPS;   // [stage][64] u32, where scales are that lie apart, 8-byte units
+constexpr int FINAL_CTA = UNITS;              // [head] float2, of a split token
+constexpr int FINAL_MAX = FINAL_CTA + 2 * TABLE;   // [head] f32
 constexpr int SHARED_BYTES = 232448;     // what a multiprocessor has
-static_assert(SCALE_UNITS + (APART ? 1024 : 0) <= SHARED_BYTES, "shared memory");
+static_assert(8 % SPLITS == 0, "each CTA finishes as many slabs of dims");
+static_assert(SCALE_UNITS + (APART ? 256 * STAGES : 0) <= SHARED_BYTES, "shared memory");
 
+constexpr int THREADS = 128 * (2 + GROUPS);
+constexpr int ENTRY_REGISTERS = 65536 / THREADS & ~7;   // of a thread at the start
+#if HEAD_TILES == 8
 #define VALUES_REGISTERS 176
 #define SCORES_REGISTERS 80
+#elif HEAD_TILES == 4
+#define VALUES_REGISTERS 120
+#define SCORES_REGISTERS 80
+#else
+#define VALUES_REGISTERS 96
+#define SCORES_REGISTERS 96
+#endif
+static_assert(2 * VALUES_REGISTERS + GROUPS * SCORES_REGISTERS <= (2 + GROUPS) * ENTRY_REGISTERS, "registers of a CTA");
 constexpr float ABOVE = 10.f;    // of the largest weight over its reference, log2, when that moves
 constexpr float MOST = 15.f;     // ... and at most
 constexpr uint32_t TOP_WEIGHT = BF16_NUMBERS ? 0x47004700 : 0x78007800;   // 2^MOST, a pair
@@ -102,7 +126,7 @@ __device__ __align__(16) uint8_t zero_row[1024];
 #include "attend_values.cuh"
 #include "attend_scores.cuh"
 
-extern "C" __global__ void __launch_bounds__(512, 1) attend(const __grid_constant__ Args p, const __grid_constant__ TensorMap query_map) {
+extern "C" __global__ void __launch_bounds__(THREADS, 1) attend(const __grid_constant__ Args p, const __grid_constant__ TensorMap query_map) {
   extern __shared__ __align__(1024) uint8_t memory[];
   const uint32_t base = shared_address(memory);
   const int tid = threadIdx.x, warp = __shfl_sync(~0u, tid >> 5, 0), group = warp >> 2, w = warp & 3, lane = lane_number();
@@ -110,8 +134,9 @@ extern "C" __global__ void __launch_bounds__(512, 1) attend(const __grid_constan
   if (tid == 0) {
     prefetch_map(query_map);
     for (int i = 0; i < STAGES; i++) { barrier_init(base + RAW_FULL + 8 * i, HAS_V4 ? 72 : 8); }
-    for (int i = 0; i < 2; i++) { barrier_init(base + FULL + 8 * i, 4 * WARP); barrier_init(base + WEIGHTS_EMPTY + 8 * i, 8 * WARP); barrier_init(base + SETTLED + 8 * i, 4 * WARP); barrier_init(base + HALF_READ + 8 * i, 4 * WARP); }
-    barrier_init(base + QUERY_RAW, 1); barrier_init(base + QUERY_RAW + 8, 1); barrier_init(base + QUERY_FULL, 8 * WARP); barrier_init(base + SUMS_READ, 8 * WARP);
+    for (int i = 0; i < GROUPS; i++) { barrier_init(base + FULL + 8 * i, 4 * WARP); barrier_init(base + WEIGHTS_EMPTY + 8 * i, 8 * WARP); barrier_init(base + SETTLED + 8 * i, 4 * WARP); barrier_init(base + HALF_READ + 8 * i, 4 * WARP); }
+    for (int i = 0; i < 4; i++) barrier_init(base + QUERY_RAW + 8 * i, 1);
+    for (int i = 0; i < 2; i++) { barrier_init(base + QUERY_FULL + 8 * i, 8 * WARP); barrier_init(base + SUMS_READ + 8 * i, 8 * WARP); }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   if (warp == 1 && item0 < p.tokens * p.head_blocks) prefetch_lists(p, token_of(p, item0), lane);
@@ -119,11 +144,11 @@ extern "C" __global__ void __launch_bounds__(512, 1) attend(const __grid_constan
   wait_for_launch_before();
   let_next_launch_begin();
   if (group < 2) {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(VALUES_REGISTERS));
+    take_registers<VALUES_REGISTERS>();
     add_values(p, base, group, w, lane, rank, item0, item_step);
   } else {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(SCORES_REGISTERS));
-    Scores scores{p, query_map, base, group - 2, w, lane, lane >> 2, lane & 3, p.scale * LOG2E, {0.f, 0.f}, {0.f, 0.f}, false, 0, group - 2, 0, rank, item_step};
+    take_registers<SCORES_REGISTERS>();
+    Scores scores{p, query_map, base, group - 2, w, lane, lane >> 2, lane & 3, p.scale * LOG2E, {0.f, 0.f}, {0.f, 0.f}, false, 0, group - 2, 0, rank, item_step, false};
     scores.run(item0);
     if (SPLITS > 1) { cluster_arrive(); cluster_wait(); cluster_arrive(); cluster_wait(); }
   }

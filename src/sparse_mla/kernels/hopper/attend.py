@@ -6,7 +6,7 @@ Rounding: the query is rotated in float32 and rounded to bf16, then held as f16;
 within f16's range; logits and sums are float32; weights, 2**10 times exp(z - m), are rounded to f16; the output is rounded once,
 after the inverse rotation. f16 saturates: query values at +-65504; ue8m0 block scales above 2**7 read as
 2**7 (such a block holds values above 28,672); values below 2**-24 vanish. With SPARSE_MLA_HOPPER_NUMBERS=bf16 all of them
-are bf16 instead, exact but for the weights, and the 64-head body runs every call.
+are bf16 instead, exact but for the weights, and blocks of 8 heads are not used.
 
 Rows are shared out over clusters when there are few of them; the merge has a fixed order, so repeats are
 bitwise equal. A batch-invariant call or plan shares no row out and is always one launch.
@@ -27,15 +27,14 @@ from sparse_mla.kernels.contract import HEAD_DIM, AttendCall, AttendOut, KeySet,
 from sparse_mla.kernels.division import magic_division
 from sparse_mla.kernels.hopper.bodies import (
     BLOCKS,
-    FEW_HEADS,
-    MANY_HEADS_BLOCK,
+    BODIES,
+    HEADS_OF_A_TILE,
+    MANY_HEADS,
     Body,
     block_heads,
-    head_tiles,
     tokens_of_launches,
 )
 from sparse_mla.kernels.hopper.build import (
-    MANY_HEADS,
     RECORDS,
     Variant,
     function,
@@ -134,12 +133,12 @@ def attend(call: AttendCall, out: AttendOut) -> None:
             if variant.body is MANY_HEADS:
                 chunked = call.query_layout is Layout.CHUNK_INTERLEAVED
                 shape = (len(tokens), heads, HEAD_DIM)
-                tensor_map = query_map(arguments.q, shape, q.stride(), chunked)
+                tensor_map = query_map(arguments.q, shape, q.stride(), chunked, block)
                 addresses.append(tensor_map.getPtr())
             parameters = (ctypes.c_void_p * len(addresses))(*addresses)
             items = len(tokens) * head_blocks
             ctas = items * splits if splits > 1 else min(items, sms)
-            launch(kernel, variant.body, ctypes.addressof(parameters), ctas, splits, stream)
+            launch(kernel, variant, ctypes.addressof(parameters), ctas, stream)
 
 
 def refusals(call: AttendCall) -> list[str]:
@@ -160,17 +159,17 @@ def refusals(call: AttendCall) -> list[str]:
 
 
 def bf16_numbers() -> bool:
-    """Whether the tensor cores get bf16 instead of f16, which only the 64-head body can give them."""
+    """Whether the tensor cores get bf16 instead of f16, which only `attend.cu` can give them."""
     return settings().hopper_numbers == "bf16"
 
 
 def variant_of(call: AttendCall, out: AttendOut, block: int, splits: int) -> Variant:
     """What a launch with blocks of so many heads, each shared by `splits` CTAs, is compiled for.
 
-    The 64-head body sums weights from before they are rounded for lse, and where they are bf16, whose 8 bits
+    `attend.cu` sums weights from before they are rounded for lse, and where they are bf16, whose 8 bits
     are too few for a sum.
     """
-    numbers = bf16_numbers()
+    numbers, body = bf16_numbers(), BODIES[block]
     return Variant(
         window=call.window.cache.record,
         compressed=(call.compressed or call.window).cache.record,
@@ -178,8 +177,9 @@ def variant_of(call: AttendCall, out: AttendOut, block: int, splits: int) -> Var
         fp8_output=out.is_fp8,
         out_chunked=out.layout is Layout.CHUNK_INTERLEAVED,
         with_max=out.max_logits is not None,
-        head_tiles=head_tiles(block),
-        with_lse=block == MANY_HEADS_BLOCK and (out.lse is not None or numbers),
+        body=body,
+        head_tiles=block // HEADS_OF_A_TILE,
+        with_lse=body is MANY_HEADS and (out.lse is not None or numbers),
         bf16_numbers=numbers,
     )
 
@@ -197,13 +197,11 @@ def launches_of(call: AttendCall, num_sms: int) -> tuple[Part, ...]:
 def _launches(
     num_heads: int, num_tokens: int, tiles: int, multiprocessors: int
 ) -> tuple[Part, ...]:
-    blocks = (MANY_HEADS_BLOCK,) if bf16_numbers() else BLOCKS
     parts, first = [], 0
-    for tokens in tokens_of_launches(num_heads, num_tokens, tiles, multiprocessors, blocks):
+    for tokens in tokens_of_launches(num_heads, num_tokens, tiles, multiprocessors, _blocks()):
         block = _block_heads(num_heads, tokens, invariant=False)
-        body = FEW_HEADS if head_tiles(block) else MANY_HEADS
         items = tokens * -(-num_heads // block)
-        splits = choose_splits(body, items, tiles, multiprocessors)
+        splits = choose_splits(BODIES[block], items, tiles, multiprocessors)
         parts.append(Part(range(first, first + tokens), block, splits))
         first += tokens
     return tuple(parts)
@@ -253,8 +251,13 @@ def _batch_invariant(call: AttendCall) -> bool:
     return call.batch_invariant or (call.plan is not None and call.plan.batch_invariant)
 
 
+def _blocks() -> tuple[int, ...]:
+    """Heads of the blocks that a call may run in."""
+    return tuple(n for n in BLOCKS if not bf16_numbers() or BODIES[n] is MANY_HEADS)
+
+
 def _block_heads(num_heads: int, num_tokens: int, *, invariant: bool) -> int:
-    return MANY_HEADS_BLOCK if bf16_numbers() else block_heads(num_heads, num_tokens, invariant)
+    return block_heads(num_heads, num_tokens, invariant, _blocks())
 
 
 def _tiles(call: AttendCall) -> int:

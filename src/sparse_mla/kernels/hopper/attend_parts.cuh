@@ -5,6 +5,11 @@
 DI void mma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 DI void mma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int N> DI void mma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory"); }
+// Instead of those that a thread has at the start.
+template <int N> DI void take_registers() {
+  if (N > ENTRY_REGISTERS) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N));
+  if (N < ENTRY_REGISTERS) asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N));
+}
 DI uint32_t load_shared1(uint32_t a) { uint32_t v; asm volatile("ld.shared.u8 %0, [%1];" : "=r"(v) : "r"(a) : "memory"); return v; }
 DI void store_shared1(uint32_t a, uint32_t x) { asm volatile("st.shared.u8 [%0], %1;" ::"r"(a), "r"(x) : "memory"); }
 // Without a branch around what only the store needs.
@@ -12,17 +17,17 @@ DI void store_global8_if(bool x, void* a, uint2 v) { asm volatile("{.reg .pred p
 DI void store_global16_if(bool x, void* a, uint4 v) { asm volatile("{.reg .pred p; setp.ne.u32 p, %0, 0; @p st.global.v4.u32 [%1], {%2,%3,%4,%5};}" ::"r"((uint32_t)x), "l"(a), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory"); }
 DI void prefetch_l1(const void* a) { asm volatile("prefetch.global.L1 [%0];" ::"l"(a)); }
 DI float load_remote(uint32_t a, int rank) { float v; asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(v) : "r"(remote(a, rank))); return v; }
-// Block number `block` of a token's query, 64 heads from `head` on, to 8 KB of shared memory: a head's 64 dims are 128 bytes, zeros
+// Block number `block` of a token's query, HEADS heads from `head` on, to shared memory: a head's 64 dims are 128 bytes, zeros
 // for heads that do not exist.
 DI void copy_query(const Args& p, const TensorMap& map, uint32_t to, int block, int head, int token, uint32_t barrier) {
   asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5}], [%6];"
       ::"r"(to), "l"(&map), "r"(0), "r"(p.query_chunked ? 4 * block : block), "r"(head), "r"(token), "r"(barrier) : "memory");
 }
 DI void prefetch_map(const TensorMap& map) { asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory"); }
-// Descriptor of 64 heads in shared memory, a head's numbers side by side: 128-byte swizzle, 1024 B between 8 heads.
+// Descriptor of the heads in shared memory, a head's numbers side by side: 128-byte swizzle, 1024 B between 8 heads.
 DI uint64_t dim_major(uint32_t a) { return (uint64_t)((a & 0x3ffff) >> 4) | (1ull << 16) | (64ull << 32) | (1ull << 62); }
-DI void values_sync() { asm volatile("bar.sync 3, 256;" ::: "memory"); }   // both warpgroups of values
-DI void scores_sync() { asm volatile("bar.sync 4, 256;" ::: "memory"); }   // and of scores
+DI void values_sync() { asm volatile("bar.sync 6, 256;" ::: "memory"); }   // both warpgroups of values
+DI void scores_sync() { asm volatile("bar.sync 7, %0;" ::"n"(128 * GROUPS) : "memory"); }   // all of scores
 DI void group_sync(int g) { asm volatile("bar.sync %0, 128;" ::"r"(g + 1) : "memory"); }   // a warpgroup of scores
 // Whether `x` holds in any thread of the warpgroup of scores.
 DI bool group_any(int g, bool x) {
@@ -61,20 +66,37 @@ DI void add_rows(float (&d)[4], const uint32_t (&a)[4]) {
   asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." NUMBER "." NUMBER ".f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%8}, {%0,%1,%2,%3};"
                : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(ONES));
 }
-// 64 rows x 64 heads x 16: keys in registers; query or weights in shared memory, a head's 16 numbers side by side.
-template <int FIRST, int N> __device__ __forceinline__ void keys_mma(float (&d)[N], const uint32_t* a, uint64_t b, int keep) {
+// 64 rows x HEADS heads x 16: keys in registers; query or weights in shared memory, a head's 16 numbers side by side. FIRST: of
+// the HEADS / 2 sums of a lane in d.
+#define FOUR(i) "+f"(d[FIRST + i]), "+f"(d[FIRST + i + 1]), "+f"(d[FIRST + i + 2]), "+f"(d[FIRST + i + 3])
+template <int FIRST, int N> DI void keys_mma(float (&d)[N], const uint32_t* a, uint64_t b, int keep) {
+#if HEAD_TILES == 8
   asm volatile(
       "{\n.reg .pred p;\nsetp.ne.b32 p, %37, 0;\n"
       "wgmma.mma_async.sync.aligned.m64n64k16.f32." NUMBER "." NUMBER " {"
-      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
       "}, {%32, %33, %34, %35}, %36, p, 1, 1, 0;\n}"
-      : "+f"(d[FIRST + 0]), "+f"(d[FIRST + 1]), "+f"(d[FIRST + 2]), "+f"(d[FIRST + 3]), "+f"(d[FIRST + 4]), "+f"(d[FIRST + 5]), "+f"(d[FIRST + 6]), "+f"(d[FIRST + 7]),
-        "+f"(d[FIRST + 8]), "+f"(d[FIRST + 9]), "+f"(d[FIRST + 10]), "+f"(d[FIRST + 11]), "+f"(d[FIRST + 12]), "+f"(d[FIRST + 13]), "+f"(d[FIRST + 14]), "+f"(d[FIRST + 15]),
-        "+f"(d[FIRST + 16]), "+f"(d[FIRST + 17]), "+f"(d[FIRST + 18]), "+f"(d[FIRST + 19]), "+f"(d[FIRST + 20]), "+f"(d[FIRST + 21]), "+f"(d[FIRST + 22]), "+f"(d[FIRST + 23]),
-        "+f"(d[FIRST + 24]), "+f"(d[FIRST + 25]), "+f"(d[FIRST + 26]), "+f"(d[FIRST + 27]), "+f"(d[FIRST + 28]), "+f"(d[FIRST + 29]), "+f"(d[FIRST + 30]), "+f"(d[FIRST + 31])
+      : FOUR(0), FOUR(4), FOUR(8), FOUR(12), FOUR(16), FOUR(20), FOUR(24), FOUR(28)
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(keep));
+#elif HEAD_TILES == 4
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %21, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n32k16.f32." NUMBER "." NUMBER " {"
+      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
+      "}, {%16, %17, %18, %19}, %20, p, 1, 1, 0;\n}"
+      : FOUR(0), FOUR(4), FOUR(8), FOUR(12)
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(keep));
+#else
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %13, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n16k16.f32." NUMBER "." NUMBER " {"
+      "%0, %1, %2, %3, %4, %5, %6, %7"
+      "}, {%8, %9, %10, %11}, %12, p, 1, 1, 0;\n}"
+      : FOUR(0), FOUR(4)
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(keep));
+#endif
 }
+#undef FOUR
 
 // Pairs of the numbers that the tensor cores take: f16, or bf16 where values leave f16's range.
 DI uint32_t times(uint32_t a, uint32_t b) { uint32_t r; asm("mul.rn." NUMBER "x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b)); return r; }
@@ -114,5 +136,3 @@ DI Span span_of(const Args& p, int window_keys, int compressed_keys, int rank) {
   s.first = rank * tiles / SPLITS; s.last = (rank + 1) * tiles / SPLITS;
   return s;
 }
-
-DI int token_of(const Args& p, int item) { return p.head_blocks == 1 ? item : item / p.head_blocks; }

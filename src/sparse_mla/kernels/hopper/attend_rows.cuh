@@ -2,17 +2,17 @@
 #pragma once
 
 // Where the rows of tiles to come are. Warp 0 of a group of scores looks them up at the head of each of its tiles, n: it
-// notes where those of tile n + AHEAD are, whose slots it asked for two tiles before, and asks for the slots of the second
-// tile after that one. While the values of tile n are added up the rows of tile n + AHEAD are copied.
+// notes where those of tile n + AHEAD are, whose slots it asked for GROUPS tiles before, and asks for the slots of the tile
+// that is as many further. While the values of tile n are added up the rows of tile n + AHEAD are copied.
 struct Walk {
   uint64_t list;               // of the tile's slots
   int left, set_tiles;         // keys of the set from this tile on, tiles of the set after it
   int item, token_tiles, number;   // tiles of the token after this one, before this one
   int flags;                   // compressed set | tokens with tiles before this one << 1
 
-  // What others need to know of the tile: 0 window, 1 compressed set, 2 no tile | min(number in the token, 2) << 2 | the last
-  // of its group in the token << 4 | the last of the token << 5 | tokens with tiles before this one, modulo 4 << 6.
-  DI uint32_t word(int items) const { return item >= items ? 2 : (flags & 1) | min(number, 2) << 2 | (token_tiles < 2) << 4 | (token_tiles < 1) << 5 | (flags & 6) << 5; }
+  // What others need to know of the tile: 0 window, 1 compressed set, 2 no tile | the first of the token << 2 | the first of its group in
+  // the token << 3 | the last of its group << 4 | the last of the token << 5 | tokens with tiles before this one, modulo TURNS << 6 | the second of the token << 9.
+  DI uint32_t word(int items) const { return item >= items ? 2 : (flags & 1) | (number == 0) << 2 | (number < GROUPS) << 3 | (token_tiles < GROUPS) << 4 | (token_tiles < 1) << 5 | (flags & (2 * TURNS - 2)) << 5 | (number == 1) << 9; }
 };
 
 struct Lookup {
@@ -46,14 +46,18 @@ struct Lookup {
     }
     s.item = item;
   }
-  DI void advance_two(Walk& s) const {
-    if (s.set_tiles < 2) { seek(s, s.item, s.number + 2, s.flags >> 1); return; }
-    s.list += 512; s.left -= 128; s.set_tiles -= 2; s.token_tiles -= 2; s.number += 2;
+  // To the next tile of the same group.
+  DI void advance(Walk& s) const {
+    if (s.set_tiles < GROUPS) { seek(s, s.item, s.number + GROUPS, s.flags >> 1); return; }
+    s.list += 256 * GROUPS; s.left -= 64 * GROUPS; s.set_tiles -= GROUPS; s.token_tiles -= GROUPS; s.number += GROUPS;
   }
-  DI void note(uint32_t tile, uint32_t word, int item, int slot0, int slot1) const {
-    if (one_lane()) { store_shared4(base + WHICH + 4 * (tile & 7), word); store_shared4(base + ITEM + 4 * (tile & 7), item); }
+  // `stage`: where its rows will lie.
+  DI void note(uint32_t tile, int stage, uint32_t word, int item, int slot0, int slot1) const {
+    const uint32_t place = tile & (TILES - 1);
+    tile &= 7;
+    if (one_lane()) { store_shared4(base + WHICH + 4 * place, word); store_shared4(base + ITEM + 4 * place, item); }
     if ((word & 3) == 2) {
-      if (lane < 8) store_shared1(base + HOW + 8 * (tile & 7) + lane, 0);
+      if (lane < 8) store_shared1(base + HOW + 8 * tile + lane, 0);
       return;
     }
     const KeyArgs& k = word & 1 ? p.b : p.a;
@@ -63,17 +67,17 @@ struct Lookup {
       const int slot = i ? slot1 : slot0;
       const bool ok = (uint32_t)slot < k.num_slots;
       const uint32_t page = page_of(k, ok ? slot : 0), row = (ok ? slot : 0) - page * k.page_rows;
-      const uint32_t at = base + UNITS + (tile & 3) * 256 + i * 128 + lane * 4;
+      const uint32_t at = base + UNITS + stage * 256 + i * 128 + lane * 4;
       store_shared4(at, ok ? page * (uint32_t)(k.page_stride >> 4) + row * (word & 1 ? B_ROW_UNITS : A_ROW_UNITS) : ~0u);
       if (APART) store_shared4(at - UNITS + SCALE_UNITS, page * (uint32_t)(k.page_stride >> 3) + (uint32_t)(k.scale_base >> 3) + row * ((word & 1 ? B_SCALE_STRIDE : A_SCALE_STRIDE) / 8));
       valid[i] = __ballot_sync(~0u, ok);
     }
-    if (one_lane()) store_shared8(base + VALID + 8 * (tile & 7), valid[0], valid[1]);
+    if (one_lane()) store_shared8(base + VALID + 8 * tile, valid[0], valid[1]);
     const uint32_t eight = (lane & 4 ? valid[1] : valid[0]) >> (8 * (lane & 3));
-    if (lane < 8) store_shared1(base + HOW + 8 * (tile & 7) + lane, 1 + (word & 1) + ((eight & 255) == 255 ? 128 : 0));
+    if (lane < 8) store_shared1(base + HOW + 8 * tile + lane, 1 + (word & 1) + ((eight & 255) == 255 ? 128 : 0));
   }
-  DI void ask(uint32_t tile, const Walk& s) const {
-    const uint32_t slots = base + SLOTS + (tile & 1) * 256 + lane * 4, walk = base + WALK + (tile & 1) * 32;
+  DI void ask(int group, const Walk& s) const {
+    const uint32_t slots = base + SLOTS + group * 256 + lane * 4, walk = base + WALK + group * 32;
     const int* list = (const int*)s.list + lane;
     if (lane < s.left) copy_async<4>(slots, list); else store_shared4(slots, ~0u);
     if (lane + 32 < s.left) copy_async<4>(slots + 128, list + 32); else store_shared4(slots + 128, ~0u);
@@ -81,8 +85,8 @@ struct Lookup {
     store_shared16(walk, (uint32_t)s.list, (uint32_t)(s.list >> 32), s.left, s.set_tiles);
     store_shared16(walk + 16, s.item, s.token_tiles, s.number, s.flags);
   }
-  DI Walk recall(uint32_t tile) const {
-    const uint4 x = load_shared16(base + WALK + (tile & 1) * 32), y = load_shared16(base + WALK + (tile & 1) * 32 + 16);
+  DI Walk recall(int group) const {
+    const uint4 x = load_shared16(base + WALK + group * 32), y = load_shared16(base + WALK + group * 32 + 16);
     return {x.x | (uint64_t)x.y << 32, (int)x.z, (int)x.w, (int)y.x, (int)y.y, (int)y.z, (int)y.w};
   }
   DI static void load_slots(const Walk& s, int lane, int (&slots)[2]) {
@@ -101,24 +105,24 @@ struct Lookup {
     load_slots(guess, lane, slots);
     seek(s, item0, warp, 0);
     if (s.list != guess.list) load_slots(s, lane, slots);
-    note(warp, s.word(items()), s.item, lane < s.left ? slots[0] : -1, lane + 32 < s.left ? slots[1] : -1);
+    note(warp, warp, s.word(items()), s.item, lane < s.left ? slots[0] : -1, lane + 32 < s.left ? slots[1] : -1);
   }
   // What the first `next` of this warp, of a group, will note.
   DI void ask_first(int item0, int group) const {
     Walk s;
     seek(s, item0, AHEAD + group, 0);
-    ask(AHEAD + group, s);
+    ask(group, s);
   }
-  // At the head of tile `tile`.
-  DI void next(uint32_t tile) const {
+  // At the head of tile `tile` of a group; `stage`: of tile + AHEAD.
+  DI void next(uint32_t tile, int group, int stage) const {
     copy_wait<0>();
     __syncwarp();
-    const uint32_t slots = base + SLOTS + ((tile + AHEAD) & 1) * 256 + lane * 4;
-    Walk s = recall(tile + AHEAD);
-    note(tile + AHEAD, s.word(items()), s.item, load_shared4(slots), load_shared4(slots + 128));
-    advance_two(s);
+    const uint32_t slots = base + SLOTS + group * 256 + lane * 4;
+    Walk s = recall(group);
+    note(tile + AHEAD, stage, s.word(items()), s.item, load_shared4(slots), load_shared4(slots + 128));
+    advance(s);
     __syncwarp();              // all lanes have recalled
-    ask(tile + AHEAD + 2, s);
+    ask(group, s);
     __syncwarp();
   }
 };
@@ -158,16 +162,16 @@ struct Coming {
     }
     if (HAS_V4 && lane < 8) copies_arrive(full);
   }
-  // Asks shared memory for what `start` needs of tile `tile`.
-  DI void look(uint32_t base, uint32_t tile, int warp) {
+  // Asks shared memory for what `start` needs of tile `tile`, whose rows go to `stage`.
+  DI void look(uint32_t base, uint32_t tile, int stage, int warp) {
     how = load_shared1(base + HOW + 8 * (tile & 7) + warp);
-    at = base + UNITS + (tile & 3) * 256 + warp * 32;
+    at = base + UNITS + stage * 256 + warp * 32;
     if (SPLITS > 1 && how == 0) return;            // FINAL_CTA may be there
     const uint4 x = load_shared16(at), y = load_shared16(at + 16);
     units[0] = x.x; units[1] = x.y; units[2] = x.z; units[3] = x.w; units[4] = y.x; units[5] = y.y; units[6] = y.z; units[7] = y.w;
   }
-  // Its rows go to `stage`. `now`: copy all at once.
-  DI void start(uint32_t base, int stage, int warp, bool now) {
+  // Its rows go to `stage`: they are left to `copy`, or copied here if one of them does not exist.
+  DI void start(uint32_t base, int stage, int warp) {
     live = false;
     if (how == 0) return;
     kind = (how & 3) - 1;
@@ -175,7 +179,7 @@ struct Coming {
     if (HAS_V4 && A_KIND != B_KIND) fence_async();   // what other threads copied here were scales, now rows may come
     if (SAME || kind == 0) start_set<A_KIND, A_ROW_UNITS * 16 == A_SCALE_STRIDE>(base, stage, warp, at, kind ? p.b : p.a);
     else start_set<B_KIND, B_ROW_UNITS * 16 == B_SCALE_STRIDE>(base, stage, warp, at, p.b);
-    live = !now && how & 128;
+    live = how & 128;
     if (live) {
       if (SAME) return;        // the compiler has them in uniform registers already; with two records there are too few, and all would spill
 #pragma unroll

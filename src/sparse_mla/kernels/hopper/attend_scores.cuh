@@ -3,6 +3,7 @@
 
 // ---------------------------------------------------------------- scores
 constexpr int OPERANDS = 3;      // widened keys of so many products at once
+constexpr bool ASKS_AHEAD = QUERIES == 2 && AHEAD >= GROUPS;   // the group's next tile is known
 
 struct Scores {
   const Args& p;
@@ -15,9 +16,14 @@ struct Scores {
   uint32_t own;                // tiles of this group so far
   int stage; uint32_t phase;   // of its next tile
   int rank, item_step;
+  bool asked;                  // for the query of the group's next tile, ahead of time
 
-  DI uint32_t ring() const { return (2 * own + group) & 7; }
-  DI uint32_t before() const { return (own ^ group ^ 1) & 1; }   // parity of the other group's tile before this one
+  DI uint32_t ring() const { return GROUPS * own + group; }
+  // The group of the tile that is `tiles` before this group's next one, and the parity of that tile.
+  DI int group_before(int tiles) const { return GROUPS == 2 ? group ^ (tiles & 1) : group >= tiles ? group - tiles : group - tiles + GROUPS; }
+  DI uint32_t parity_before(int tiles) const { return GROUPS == 2 ? (own ^ group ^ 1) & 1 : (group >= tiles ? own : own + 1) & 1; }
+  // What the group of the tile before has done with it.
+  DI void wait_before(uint32_t barriers) const { wait(barriers + 8 * group_before(1), parity_before(1)); }
 
   // The widened scales of the warp's rows, for all who read the tile.
   template <int KIND> DI void widen_scales(uint32_t row, uint32_t to) const {
@@ -57,19 +63,19 @@ struct Scores {
       else d[r] = load_shared16(from + 64 * B + (KIND == KIND_V4 && B == 7 ? 32 : 16) * t);
     }
   }
-  template <int KIND, int B> DI void block(float (&S)[32], uint32_t (&A)[OPERANDS][4], uint4 (&d)[2], uint32_t row, uint32_t scales) const {
+  template <int KIND, int B> DI void block(float (&S)[HEADS / 2], uint32_t (&A)[OPERANDS][4], uint4 (&d)[2], uint32_t row, uint32_t scales, uint32_t query_at) const {
     constexpr bool BF16 = KIND == KIND_V4 && B == 7;
     uint32_t pair = 0;
     if (!BF16) pair = load_shared4(scales + (B & 1) * (KIND == KIND_NVFP4 ? 4 : 2) * PART + (B >> 1) * 32);
     uint4 next[2];
     if constexpr (B < 7) read_block<KIND, B + 1>(next, row);
     const uint32_t sc0 = __byte_perm(pair, 0, 0x1010), sc1 = __byte_perm(pair, 0, 0x3232);
-    const uint64_t query = dim_major(base + QUERY) + B * 512;
+    const uint64_t query = dim_major(query_at) + B * (BLOCK >> 4);
 #pragma unroll
     for (int i = 0; i < 4; i++) {
       uint32_t* a = A[(4 * B + i) % OPERANDS];
       if (4 * B + i >= OPERANDS) mma_wait<OPERANDS - 1>();    // the product that reads them
-      if (4 * B + i == 15 + OPERANDS) arrive_once(base + HALF_READ + 8 * group);
+      if (QUERIES == 1 && 4 * B + i == 15 + OPERANDS) arrive_once(base + HALF_READ + 8 * group);
       widen<KIND, B>(a[0], a[2], i, d[0], sc0);
       widen<KIND, B>(a[1], a[3], i, d[1], sc1);
       if (BF16 && i == 1) read_block<KIND, B>(d, row + 16);   // the second half, early: it arrives while the product is issued
@@ -77,14 +83,14 @@ struct Scores {
       keys_mma<0>(S, a, query + 2 * i, B > 0 || i > 0);
       mma_commit();
     }
-    if constexpr (B < 7) block<KIND, B + 1>(S, A, next, row, scales);
+    if constexpr (B < 7) block<KIND, B + 1>(S, A, next, row, scales, query_at);
   }
   // The references of heads 8 c + 2 t + e, 0 where no tile had a key.
-  DI void read_references(float (&ref)[16], uint32_t parity, bool met) const {
-    int at = base + REFERENCE + parity * 256 + 8 * t;
+  DI void read_references(float (&ref)[HEADS / 4], uint32_t kept, bool met) const {
+    int at = base + REFERENCE + kept * TABLE + 8 * t;
     forget(at);
 #pragma unroll
-    for (int c = 0; c < 8; c++) {
+    for (int c = 0; c < HEAD_TILES; c++) {
       float2 r = make_float2(0.f, 0.f);
       if (met) r = load_float2(at + 32 * c);
       ref[2 * c] = r.x; ref[2 * c + 1] = r.y;
@@ -92,12 +98,12 @@ struct Scores {
   }
   // Stores the weights of logits relative to the references, log2 units; whether one of this lane's is above 2^MOST, or no
   // number. `add`: their sums, for lse.
-  DI bool weigh(const float (&S)[32], float (&add)[2]) const {
-    const uint32_t at = base + WEIGHTS + group * 8192 + ((lane >> 4) * 8 + (lane & 7)) * 128 + (((2 * w + ((lane >> 3) & 1)) ^ (lane & 7)) << 4);
-    float sums[16];
+  DI bool weigh(const float (&S)[HEADS / 2], float (&add)[2]) const {
+    const uint32_t at = base + WEIGHTS + group * BLOCK + ((lane >> 4) * 8 + (lane & 7)) * 128 + (((2 * w + ((lane >> 3) & 1)) ^ (lane & 7)) << 4);
+    float sums[HEADS / 4];
     uint32_t most = 0;
 #pragma unroll
-    for (int c = 0; c < 8; c += 2) {
+    for (int c = 0; c < HEAD_TILES; c += 2) {
       uint32_t P[4];
 #pragma unroll
       for (int x = 0; x < 2; x++) {
@@ -115,33 +121,33 @@ struct Scores {
   // Moves the references of heads whose maximum over this tile exceeds them by more than 2^15 (all of them on the first
   // tile that has a key). S: logits relative to the reference, log2 units. The weights' space of the group, whose
   // weights are not yet, or not right, holds the maxima of the four warps.
-  DI void move_references(float (&S)[32], uint32_t parity, bool first, bool met) {
-    const uint32_t tops = base + WEIGHTS + group * 8192, references = base + REFERENCE + parity * 256;
-    float v[16], ref[16], top[2];
+  DI void move_references(float (&S)[HEADS / 2], uint32_t kept, bool first, bool met) {
+    const uint32_t tops = base + WEIGHTS + group * BLOCK, references = base + REFERENCE + kept * TABLE;
+    float v[HEADS / 4], ref[HEADS / 4], top[2];
 #pragma unroll
-    for (int x = 0; x < 16; x++) v[x] = fmaxf(S[4 * (x >> 1) + (x & 1)], S[4 * (x >> 1) + 2 + (x & 1)]);
-    read_references(ref, parity, met);
+    for (int x = 0; x < HEADS / 4; x++) v[x] = fmaxf(S[4 * (x >> 1) + (x & 1)], S[4 * (x >> 1) + 2 + (x & 1)]);
+    read_references(ref, kept, met);
     gather_columns<true>(v, top);
-    store_float2(tops + w * 256 + mine(), top[0], top[1]);
+    store_float2(tops + w * TABLE + mine(), top[0], top[1]);
     const float2 old = load_float2(references + mine());
     group_sync(group);
-    const float2 x0 = load_float2(tops + mine()), x1 = load_float2(tops + 256 + mine()), x2 = load_float2(tops + 512 + mine()), x3 = load_float2(tops + 768 + mine());
+    const float2 x0 = load_float2(tops + mine()), x1 = load_float2(tops + TABLE + mine()), x2 = load_float2(tops + 2 * TABLE + mine()), x3 = load_float2(tops + 3 * TABLE + mine());
     top[0] = fmaxf(fmaxf(x0.x, x1.x), fmaxf(x2.x, x3.x)); top[1] = fmaxf(fmaxf(x0.y, x1.y), fmaxf(x2.y, x3.y));
     const float was[2] = {met ? old.x : 0.f, met ? old.y : 0.f};
     if (w == 0) {
       const float limit = met ? MOST : -INF;
       const float by[2] = {top[0] > limit ? top[0] - ABOVE : 0.f, top[1] > limit ? top[1] - ABOVE : 0.f};
       store_float2(references + mine(), was[0] + by[0], was[1] + by[1]);
-      store_float2(base + RESCALE + group * 256 + mine(), exp2_fast(-by[0]), exp2_fast(-by[1]));
+      store_float2(base + RESCALE + group * TABLE + mine(), exp2_fast(-by[0]), exp2_fast(-by[1]));
       if (WITH_MAX) {
-        const uint32_t at = base + TRUE_MAX + parity * 256 + mine();
+        const uint32_t at = base + TRUE_MAX + kept * TABLE + mine();
         const float2 before = load_float2(at);
         store_float2(at, first ? top[0] + was[0] : fmaxf(top[0] + was[0], before.x), first ? top[1] + was[1] : fmaxf(top[1] + was[1], before.y));
       }
     }
     group_sync(group);
 #pragma unroll
-    for (int c = 0; c < 8; c++) {
+    for (int c = 0; c < HEAD_TILES; c++) {
       const float2 r = load_float2(references + (8 * c + 2 * t) * 4);
       const float by0 = r.x - ref[2 * c], by1 = r.y - ref[2 * c + 1];
       // No more than the limit, which only the rounding of huge logits exceeds here; NaN stays.
@@ -149,21 +155,32 @@ struct Scores {
       for (int x = 0; x < 4; x++) { const float s = S[4 * c + x] - (x & 1 ? by1 : by0); S[4 * c + x] = s > MOST ? MOST : s; }
     }
   }
-  DI uint32_t mine() const { return (8 * (4 * (g8 & 1) + (g8 & 2) + (g8 >> 2)) + 2 * t) * 4; }   // in a table of heads: this lane's two
-  // Sums or maxima of 16 numbers of every lane over the lanes of equal t; a lane gets those of its two heads.
-  template <bool MAXIMUM> DI void gather_columns(const float (&v)[16], float (&total)[2]) const {
-    float a[8], b[4];
+  // In a table of heads: this lane's two. With fewer than 64 heads several lanes have the same.
+  DI uint32_t mine() const {
+    const int c = HEAD_TILES == 8 ? 4 * (g8 & 1) + (g8 & 2) + (g8 >> 2) : HEAD_TILES == 4 ? 2 * (g8 & 1) + ((g8 >> 1) & 1) : g8 & 1;
+    return (8 * c + 2 * t) * 4;
+  }
+  // Of N numbers of every lane and of those of the lane whose number differs in bit BIT: each of the two keeps a half, or, where two are left, both.
+  template <bool MAXIMUM, int BIT, int N> DI static void halve(const float (&v)[N], float (&half)[N > 2 ? N / 2 : 2], int lane) {
 #pragma unroll
-    for (int i = 0; i < 8; i++) { const float give = g8 & 1 ? v[i] : v[8 + i], keep = g8 & 1 ? v[8 + i] : v[i], got = __shfl_xor_sync(~0u, give, 4); a[i] = MAXIMUM ? fmaxf(keep, got) : keep + got; }
-#pragma unroll
-    for (int i = 0; i < 4; i++) { const float give = g8 & 2 ? a[i] : a[4 + i], keep = g8 & 2 ? a[4 + i] : a[i], got = __shfl_xor_sync(~0u, give, 8); b[i] = MAXIMUM ? fmaxf(keep, got) : keep + got; }
-#pragma unroll
-    for (int i = 0; i < 2; i++) { const float give = g8 & 4 ? b[i] : b[2 + i], keep = g8 & 4 ? b[2 + i] : b[i], got = __shfl_xor_sync(~0u, give, 16); total[i] = MAXIMUM ? fmaxf(keep, got) : keep + got; }
+    for (int i = 0; i < (N > 2 ? N / 2 : 2); i++) {
+      const bool upper = lane & BIT;
+      const float give = N == 2 || upper ? v[i] : v[N / 2 + i], keep = N > 2 && upper ? v[N / 2 + i] : v[i], got = __shfl_xor_sync(~0u, give, BIT);
+      half[i] = MAXIMUM ? fmaxf(keep, got) : keep + got;
+    }
+  }
+  // Sums or maxima of the numbers of every lane over the lanes of equal t; a lane gets those of its two heads.
+  template <bool MAXIMUM> DI void gather_columns(const float (&v)[HEADS / 4], float (&total)[2]) const {
+    constexpr int A = HEADS / 8, B = HEADS > 16 ? HEADS / 16 : 2;
+    float a[A], b[B];
+    halve<MAXIMUM, 4>(v, a, lane);
+    halve<MAXIMUM, 8>(a, b, lane);
+    halve<MAXIMUM, 16>(b, total, lane);
   }
   // The sums of the group's warps, one after the other.
   DI void add_sums(uint32_t at) const {
     for (int x = 0; x < 4; x++) {
-      if (w == x) {
+      if (w == x && (HEAD_TILES == 8 || g8 < HEAD_TILES)) {
         const float2 before = x ? load_float2(at) : make_float2(0.f, 0.f);
         store_float2(at, before.x + sum[0], before.y + sum[1]);
       }
@@ -172,11 +189,11 @@ struct Scores {
   }
   DI void place_lane() { forget(lane); g8 = lane >> 2; t = lane & 3; }   // anew, instead of registers during the products
   DI int key() const { return 16 * (g8 >> 1) + 4 * (g8 & 1) + w; }       // of this lane's two keys the first, the other is 8 further
-  // Scores, scales and weights of the group's next tile; `first` of the token, `last` of this group's. `parity`: of the token.
-  template <int KIND> DI void tile(uint32_t parity, bool first, bool last) {
+  // Scores, scales and weights of the group's next tile; `first` of the token, `last` of this group's. `number`: of the token.
+  template <int KIND> DI void tile(uint32_t number, bool first, bool last) {
     place_lane();
-    const uint32_t raw = base + RAW + stage * STAGE;
-    float S[32];
+    const uint32_t kept = number & (KEPT - 1), raw = base + RAW + stage * STAGE;
+    float S[HEADS / 2];
     wait(base + RAW_FULL + 8 * stage, phase);
     {
       const uint32_t row = raw + row_at<KIND>(key()), scales = raw + scales_at<KIND>() + w * 128 + g8 * 4;
@@ -185,20 +202,22 @@ struct Scores {
       read_block<KIND, 0>(d, row);
       widen_scales<KIND>(row, scales + t * 32);
       __syncwarp();
-      block<KIND, 0>(S, A, d, row, scales + (KIND == KIND_NVFP4 ? t : t >> 1) * PART);
+      block<KIND, 0>(S, A, d, row, scales + (KIND == KIND_NVFP4 ? t : t >> 1) * PART, query_of(number));
     }
     mma_wait<0>();
     place_lane();
-    const uint32_t bits = load_shared4(base + VALID + 8 * ring() + (g8 & 4)) >> (key() & 31);
+    const uint32_t bits = load_shared4(base + VALID + 8 * (ring() & 7) + (g8 & 4)) >> (key() & 31);
     const bool ok0 = bits & 1, ok1 = bits & 256;
     wait(base + WEIGHTS_EMPTY + 8 * group, (own & 1) ^ 1);
-    wait(base + SETTLED + 8 * (group ^ 1), before());
-    const bool met = !first && load_shared4(base + MET + 4 * parity);
+    wait_before(base + SETTLED);
+    RawPosition position;
+    if (ASKS_AHEAD && w == 0) ask_ahead(number, position);
+    const bool met = !first && load_shared4(base + MET + 4 * kept);
     {
-      float ref[16];
-      read_references(ref, parity, met);
+      float ref[HEADS / 4];
+      read_references(ref, kept, met);
 #pragma unroll
-      for (int x = 0; x < 32; x++) S[x] = fmaf(S[x], c1, -ref[2 * (x >> 2) + (x & 1)]);
+      for (int x = 0; x < HEADS / 2; x++) S[x] = fmaf(S[x], c1, -ref[2 * (x >> 2) + (x & 1)]);
     }
     float add[2];
     bool grew = false;
@@ -209,89 +228,113 @@ struct Scores {
     if (group_any(group, exact)) {
       float top = -INF;
 #pragma unroll
-      for (int x = 0; x < 32; x++) {
+      for (int x = 0; x < HEADS / 2; x++) {
         if (!(x & 2 ? ok1 : ok0)) S[x] = -INF;
         top = fmaxf(top, S[x]);
       }
       grew = group_any(group, top > (met ? MOST : -INF));
-      if (grew || WITH_MAX) move_references(S, parity, first, met);
+      if (grew || WITH_MAX) move_references(S, kept, first, met);
       weigh(S, add);
     }
     if (WITH_LSE) {
-      const float2 r = load_float2(base + REFERENCE + parity * 256 + mine());
+      const float2 r = load_float2(base + REFERENCE + kept * TABLE + mine());
       const float now[2] = {met || grew ? r.x : 0.f, met || grew ? r.y : 0.f};
 #pragma unroll
       for (int i = 0; i < 2; i++) { sum[i] = counted ? sum[i] * exp2_fast(refers[i] - now[i]) : 0.f; refers[i] = now[i]; }
     }
-    if (w == 0 && one_lane()) { store_shared4(base + GREW + 4 * group, grew && met); store_shared4(base + MET + 4 * parity, grew || met); }
+    if (w == 0 && one_lane()) { store_shared4(base + GREW + 4 * group, grew && met); store_shared4(base + MET + 4 * kept, grew || met); }
     __syncwarp();
     arrive_once(base + SETTLED + 8 * group);
     counted = met || grew;
     if (WITH_LSE) { sum[0] += add[0]; sum[1] += add[1]; }
     if (WITH_LSE && last) {
-      wait(base + SUMS_READ, parity ^ 1);             // those of the token before
-      if (w == 0) store_float2(base + SUM_REFERENCE + group * 256 + mine(), refers[0], refers[1]);
-      add_sums(base + SUMS + group * 256 + mine());
+      const uint32_t ahead = number + TURNS - 1;
+      wait(base + SUMS_READ + 8 * (ahead & 1), (ahead >> 1) & 1);   // those of the token before
+      if (w == 0) store_float2(base + SUM_REFERENCE + group * TABLE + mine(), refers[0], refers[1]);
+      add_sums(base + SUMS + group * TABLE + mine());
     }
     fence_async();
     __syncwarp();
     arrive_once(base + FULL + 8 * group);
+    if (ASKS_AHEAD && has_asked()) ask_angles((number + 1) & (TURNS - 1), position);
     own++;
-    stage += 2;
+    stage += GROUPS;
     if (stage >= STAGES) { stage -= STAGES; phase ^= 1; }
   }
-  // Asks for blocks 4 half .. 4 half + 3 of an item's query, and for `more` bytes.
-  DI void ask_half(int item, int half, uint32_t more) const {
-    const uint32_t raw = base + QUERY_RAW + 8 * half;
-    const int token = token_of(p, item), head = (item - token * p.head_blocks) * 64;
+  DI uint32_t query_of(uint32_t number) const { return base + QUERY + (number & (QUERIES - 1)) * QUERY_BYTES; }
+  DI static uint32_t query_raw(uint32_t number, int half) { return QUERY_RAW + 16 * (number & 1) + 8 * half; }
+  // Asks for blocks 4 half .. 4 half + 3 of the query of an item, token number `number`, and for `more` bytes.
+  DI void ask_half(int item, uint32_t number, int half, uint32_t more) const {
+    const uint32_t raw = base + query_raw(number, half);
+    const int token = token_of(p, item), head = first_head(p, item);
     if (one_lane()) {
-      arrive_and_expect(raw, 32768 + more);
-      for (int b = 4 * half; b < 4 * half + 4; b++) copy_query(p, query_map, base + QUERY + b * 8192, b, head, token, raw);
+      arrive_and_expect(raw, 4 * BLOCK + more);
+      for (int b = 4 * half; b < 4 * half + 4; b++) copy_query(p, query_map, query_of(number) + b * BLOCK, b, head, token, raw);
     }
+  }
+  DI bool wants_angles() const { return p.rotate_query || p.unrotate_output; }
+  // With the second half.
+  DI void ask_angles(uint32_t number, const RawPosition& position) const {
+    const float* table = rope_row(p, position.value(p));
+    if (wants_angles() && one_lane()) copy_row(base + ANGLES + 256 * number, table, 256, base + query_raw(number, 1));
   }
   // The second half, and the token's angles.
   DI void ask_rest(int item, uint32_t number, const RawPosition& position) const {
-    const bool angles = p.rotate_query || p.unrotate_output;
-    ask_half(item, 1, angles ? 256 : 0);
-    const float* table = rope_row(p, position.value(p));
-    if (angles && one_lane()) copy_row(base + ANGLES + 256 * number, table, 256, base + QUERY_RAW + 8);
+    ask_half(item, number, 1, wants_angles() ? 256 : 0);
+    ask_angles(number, position);
   }
-  // By warp 0 of the group whose tile is the first of a token, while the other group works on the tile before: each half of the
-  // query is copied when that tile's products with what was there are done; with the first half they are.
+  // By warp 0 of the group whose tile is the first of a token, while the others work on the tiles before: where there is one query, each
+  // half of it is copied when the products with what was there are done; with the first half they are.
   DI void ask_query(int item, uint32_t number) const {
     const RawPosition position = ask_position(p, token_of(p, item));
-    wait(base + SETTLED + 8 * group, (own & 1) ^ 1);   // of this group's other warps
-    ask_half(item, 0, 0);
-    wait(base + SETTLED + 8 * (group ^ 1), before());
+    if (QUERIES == 1) {
+      wait(base + SETTLED + 8 * group, (own & 1) ^ 1); // of this group's other warps
+      ask_half(item, number, 0, 0);
+      wait_before(base + SETTLED);
+    } else {
+      wait(base + SETTLED + 8 * group_before(2), parity_before(2));   // of the token two before, which had this place; the tile before may be of the other one
+      ask_half(item, number, 0, 0);
+    }
     ask_rest(item, number, position);
   }
+  // In the middle of a tile, by warp 0: if the group's next tile is the first of the next token, nobody needs what is where its query
+  // goes. The position has not come yet.
+  DI void ask_ahead(uint32_t number, RawPosition& position) {
+    const uint32_t place = (ring() + GROUPS) & (TILES - 1), word = word_at(place), next = (number + 1) & (TURNS - 1);
+    asked = word & 4 && ((word >> 6) & (TURNS - 1)) == next;
+    if (!asked) return;
+    const int item = load_shared4(base + ITEM + 4 * place);
+    position = ask_position(p, token_of(p, item));
+    ask_half(item, next, 0, 0);
+    ask_half(item, next, 1, wants_angles() ? 256 : 0);
+  }
+  DI bool has_asked() const { return __ballot_sync(~0u, asked); }   // a vote: for the compiler all lanes have the same
   // This warp's part of half of a token's query: the first half by the group whose tile is the first of the token, the second
-  // by the other one, once it is done with the tile before.
+  // by that of the tile after.
   DI void widen_query(int half, uint32_t number) const {
     int l = lane, rows = w;
     forget(l); forget(rows);
-    wait(base + QUERY_RAW + 8 * half, number & 1);
-    QueryRows(base, base + ANGLES + 256 * number, rows, l).widen(half, p.rotate_query);
+    wait(base + query_raw(number, half), (number >> 1) & 1);
+    QueryRows(base, query_of(number), base + ANGLES + 256 * number, rows, l).widen(half, number, p.rotate_query);
   }
-  // The second half for the other group's tile before this group's next one, if it exists.
-  DI void widen_rest() const {
-    const uint32_t word = word_at(ring() - 1);
-    if ((word & 3) != 2) widen_query(1, (word >> 6) & 3);
+  // The second half for the tile before this group's next one, the first of its token.
+  DI void widen_rest() const { widen_query(1, (word_at(ring() - 1) >> 6) & (TURNS - 1));
   }
   // By warp 0, before the group's next tile. A place in UNITS is free once the copies of the tile before, which were started from
   // there, are over.
   DI void look_up() const {
-    if (own || group) wait(base + RAW_FULL + 8 * (stage ? stage - 1 : STAGES - 1), phase ^ (stage == 0));
-    lookup().next(2 * own + group);
+    const int freed = stage ? stage - 1 : STAGES - 1;
+    if (own || group) wait(base + RAW_FULL + 8 * freed, phase ^ (stage == 0));
+    lookup().next(ring(), group, freed);
   }
   DI Lookup lookup() const { return {p, base, 0, lane, rank, item_step}; }
-  DI uint32_t word_at(uint32_t place) const { return __shfl_sync(~0u, load_shared4(base + WHICH + 4 * (place & 7)), 0); }
+  DI uint32_t word_at(uint32_t place) const { return __shfl_sync(~0u, load_shared4(base + WHICH + 4 * (place & (TILES - 1))), 0); }
   DI void run(int item0) {
     const bool work = item0 < p.tokens * p.head_blocks, asks = work && group == 0 && w == 0;
     RawPosition position;
     if (work) {
       float sink = -INF;
-      if (asks) { ask_half(item0, 0, 0); position = ask_position(p, token_of(p, item0)); }
+      if (asks) { ask_half(item0, 0, 0, 0); position = ask_position(p, token_of(p, item0)); }
       if (group == 1 && p.sink && 32 * w + lane < p.heads) sink = __ldg(p.sink + 32 * w + lane);
       if (w == 0) lookup().ask_first(item0, group);
       if (group == 1) store_float(base + SINKS + (32 * w + lane) * 4, sink * LOG2E);
@@ -309,23 +352,33 @@ struct Scores {
       }
       scores_sync();
     }
-    bool ended = group == 1;                           // the other group's next tile is the first of a token, if there is one
+    uint32_t before = TURNS - 2;                       // number of the token of this group's last tile
     while (true) {
-      const uint32_t word = word_at(ring()), number = (word >> 6) & 3, parity = number & 1;
-      const bool exists = (word & 3) != 2, first = exists && (word & 12) == 0;
-      if (ended && (first || own == 0)) { widen_rest(); ended = false; }
-      if (first) {
-        wait(base + HALF_READ + 8 * (group ^ 1), before());
-        if (w == 0 && (own || group)) ask_query(load_shared4(base + ITEM + 4 * ring()), number);
+      const uint32_t word = word_at(ring()), number = (word >> 6) & (TURNS - 1);
+      const bool exists = (word & 3) != 2, first = word & 4;
+      // The tile before is the first of its token.
+      const bool rest = word & 512 || ((first || !exists) && (own || group) && word_at(ring() - 1) & 4);
+      const bool rest_first = rest && (first || own == 0);   // what comes next waits for the tile before, or at the start for rows
+      if (rest_first) widen_rest();
+      const bool follows = number == ((before + 1) & (TURNS - 1));   // the token of this group's last tile was the one before
+      before = number;
+      if (first && !has_asked()) {
+        if (QUERIES == 1) {
+#pragma unroll
+          for (int x = 1; x < GROUPS; x++) wait(base + HALF_READ + 8 * group_before(x), parity_before(x));
+        } else if (!follows) {
+          wait(base + SETTLED + 8 * group_before(2), parity_before(2));   // the token two before has had its query, which waited for the same barriers
+        }
+        if (w == 0 && (own || group)) ask_query(load_shared4(base + ITEM + 4 * (ring() & (TILES - 1))), number);
       }
       if (w == 0 && exists) look_up();                  // while the query comes
-      if (ended) widen_rest();
+      if (rest && !rest_first) widen_rest();
       if (!exists) break;
       if (first) widen_query(0, number);
-      ended = word & 32;
-      if ((word & 12) <= 4) { wait(base + QUERY_FULL, parity); counted = false; }
-      if (A_KIND == B_KIND || !(word & 1)) tile<A_KIND>(parity, first, word & 16);
-      else tile<B_KIND>(parity, first, word & 16);
+      asked = false;
+      if (word & 8) { wait(base + QUERY_FULL + 8 * (number & 1), (number >> 1) & 1); counted = false; }
+      if (A_KIND == B_KIND || !(word & 1)) tile<A_KIND>(number, first, word & 16);
+      else tile<B_KIND>(number, first, word & 16);
     }
     copy_wait<0>();
   }

@@ -7,26 +7,33 @@ struct Values {
   int g, w, lane, g8, t;
 };
 
-// Factors of heads 8 c + 2 t + e, from a table of 64.
-DI void rescale(const Values& s, float (&acc)[128], uint32_t table) {
+// Heads lane and lane + 32 of a block, as far as it has them; of 16 heads two lanes have the same.
+constexpr int LANE_HEADS = HEAD_TILES == 8 ? 2 : 1;
+DI int lane_head(int lane, int i) { return (lane + 32 * i) & (HEADS - 1); }
+
+// Factors of heads 8 c + 2 t + e, from a table of them.
+DI void rescale(const Values& s, float (&acc)[2 * HEADS], uint32_t table) {
 #pragma unroll
-  for (int c = 0; c < 8; c++) {
+  for (int c = 0; c < HEAD_TILES; c++) {
     const float2 f = load_float2(table + (8 * c + 2 * s.t) * 4);
 #pragma unroll
-    for (int m = 0; m < 4; m++) { float* a = acc + 32 * m + 4 * c; a[0] *= f.x; a[1] *= f.y; a[2] *= f.x; a[3] *= f.y; }
+    for (int m = 0; m < 4; m++) { float* a = acc + HEADS / 2 * m + 4 * c; a[0] *= f.x; a[1] *= f.y; a[2] *= f.x; a[3] *= f.y; }
   }
 }
-// The same for the sums of the weights: total[0] is that of head 16 w + g8, total[2] of 8 heads further.
+// Sums of the weights: a warp has 16 heads, of so many of the four steps of 16 keys.
+constexpr int SUM_STEPS = HEAD_TILES == 8 ? 2 : 1;
+DI int sum_heads(const Values& s) { return 16 * (s.w & (HEAD_TILES / 2 - 1)); }   // the first
+DI int sum_step(const Values& s) { return 2 * s.g + (HEAD_TILES == 8 ? 0 : HEAD_TILES == 4 ? s.w >> 1 : s.w & 1); }   // likewise
+// The same for them: total[0] is that of the first head + g8, total[2] of 8 heads further.
 DI void rescale_sums(const Values& s, float (&total)[4], uint32_t table) {
-  const float f0 = load_float(table + (16 * s.w + s.g8) * 4), f1 = load_float(table + (16 * s.w + s.g8 + 8) * 4);
+  const float f0 = load_float(table + (sum_heads(s) + s.g8) * 4), f1 = load_float(table + (sum_heads(s) + s.g8 + 8) * 4);
   total[0] *= f0; total[1] *= f0; total[2] *= f1; total[3] *= f1;
 }
-// A tile's weights as the tensor cores have them, to be added to the sums: this warp's 16 heads, the half of the keys that
-// its warpgroup adds up.
-DI void load_weights(const Values& s, uint32_t (&x)[2][4], uint32_t weights) {
+// A tile's weights as the tensor cores have them, to be added to the sums.
+DI void load_weights(const Values& s, uint32_t (&x)[SUM_STEPS][4], uint32_t weights) {
   const int row = s.lane & 15;
 #pragma unroll
-  for (int k = 0; k < 2; k++) load_matrices(x[k], weights + (16 * s.w + row) * 128 + (((4 * s.g + 2 * k + (s.lane >> 4)) ^ (row & 7)) << 4));
+  for (int k = 0; k < SUM_STEPS; k++) load_matrices(x[k], weights + (sum_heads(s) + row) * 128 + (((2 * (sum_step(s) + k) + (s.lane >> 4)) ^ (row & 7)) << 4));
 }
 // Left operands of two row blocks, 4 dims of a lane: words of keys (h, e); `half`: which 4 of the 8 dims.
 template <int KIND> DI void widen_words(uint32_t* a, const uint32_t (&x)[2][2], uint32_t sc0, uint32_t sc1, int half) {
@@ -54,15 +61,16 @@ DI void widen_tail(uint32_t* a, const uint32_t (&x)[2][2], const uint32_t (&y)[2
     a[4 + 2 * h] = numbers_of_bf16(__byte_perm(y[h][0], y[h][1], 0x5410)); a[4 + 2 * h + 1] = numbers_of_bf16(__byte_perm(y[h][0], y[h][1], 0x7632));
   }
 }
-// Adds a tile to the accumulators, and does what else there is to do between its eight steps: acc[32 m + 4 c + 2 r + e] is dim 2 m + r of the lane's 8, head 8 c + 2 t + e.
-template <int KIND, class Side> DI void add_tile(const Values& s, float (&acc)[128], uint32_t raw, uint32_t weights, bool first, Side side) {
+// Adds a tile to the accumulators, and does what else there is to do between its eight steps: acc[HEADS / 2 m + 4 c + 2 r + e] is dim 2 m + r of the lane's 8, head 8 c + 2 t + e.
+constexpr int PRODUCTS = 2;      // pairs of them at once
+template <int KIND, class Side> DI void add_tile(const Values& s, float (&acc)[2 * HEADS], uint32_t raw, uint32_t weights, bool first, Side side) {
   constexpr int PITCH = Raw<KIND>::PITCH;
   const bool tail = KIND == KIND_V4 && s.g == 1 && s.w == 3;
   const uint32_t rows = raw + s.t * (16 * PITCH + 32) + (tail ? 448 + 16 * s.g8 : (256 * s.g + 64 * s.w + 8 * s.g8) >> (KIND == KIND_NVFP4));
   const uint32_t scales = raw + scales_at<KIND>() + 8 * s.t + (KIND == KIND_NVFP4 ? (4 * (s.w & 1) + (s.g8 >> 1)) * PART + (2 * s.g + (s.w >> 1)) * 32
                                                                                  : (2 * (s.w & 1) + (s.g8 >> 2)) * PART + (2 * s.g + (s.w >> 1)) * 32);
   const uint64_t right = dim_major(weights);
-  uint32_t A[2][8], x[2][2], y[2][2];
+  uint32_t A[PRODUCTS][8], x[2][2], y[2][2];
   uint2 pairs;
   const auto read = [&](int k) {
     pairs = load_shared8(scales + 128 * k);
@@ -81,7 +89,8 @@ template <int KIND, class Side> DI void add_tile(const Values& s, float (&acc)[1
     const uint32_t sc0 = __byte_perm(pairs.x, pairs.y, 0x5410), sc1 = __byte_perm(pairs.x, pairs.y, 0x7632);
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-      if (k > 0) mma_wait<1>();                       // the products that read A[half]
+      uint32_t* a = A[(2 * k + half) % PRODUCTS];
+      if (2 * k + half >= PRODUCTS) mma_wait<PRODUCTS - 1>();   // the products that read them
       if (tail) {
         if (half == 1) {
 #pragma unroll
@@ -89,16 +98,16 @@ template <int KIND, class Side> DI void add_tile(const Values& s, float (&acc)[1
 #pragma unroll
             for (int e = 0; e < 2; e++) { const uint2 v = load_shared8(rows + (8 * h + 4 * e + k) * PITCH + 8); x[h][e] = v.x; y[h][e] = v.y; }
         }
-        widen_tail(A[half], x, y);
+        widen_tail(a, x, y);
       } else {
-        if (half == 0) widen_words<KIND>(A[half], x, sc0, sc1, half);
-        else widen_words<KIND>(A[half], y, sc0, sc1, half);
+        if (half == 0) widen_words<KIND>(a, x, sc0, sc1, half);
+        else widen_words<KIND>(a, y, sc0, sc1, half);
       }
       if (half == 1 && k < 3) read(k + 1);            // early: they arrive while the products are issued
       mma_fence();
       const int keep = k > 0 || !first;
-      if (half == 0) { keys_mma<0>(acc, A[0], right + 2 * k, keep); keys_mma<32>(acc, A[0] + 4, right + 2 * k, keep); }
-      else { keys_mma<64>(acc, A[1], right + 2 * k, keep); keys_mma<96>(acc, A[1] + 4, right + 2 * k, keep); }
+      if (half == 0) { keys_mma<0>(acc, a, right + 2 * k, keep); keys_mma<HEADS / 2>(acc, a + 4, right + 2 * k, keep); }
+      else { keys_mma<HEADS>(acc, a, right + 2 * k, keep); keys_mma<HEADS * 3 / 2>(acc, a + 4, right + 2 * k, keep); }
       mma_commit();
       side(2 * k + half);                             // the products are under way
     }
@@ -121,7 +130,7 @@ DI float share(float x, float denominator) { return denominator > 0.f ? x / deno
 // Where the rows of a token go; a lane holds 8 dims of a head, four lanes a block of 32.
 struct Output {
   const Args& p;
-  uint8_t* data;               // of head 0 of the 64, this lane's dims
+  uint8_t* data;               // of head 0 of the block, this lane's dims
   int token, head0, block, part, t;
   uint32_t group_mul;          // head / heads_per_group = head * group_mul >> 16
   uint32_t codes;              // of the scales that this lane is to store, one byte a pair of c
@@ -161,15 +170,15 @@ struct Output {
   }
   // What heads 8 c + 2 t + e are to be multiplied by, in `factors`: each lane finds those of four of them, whose scales it
   // will store. top[2 c + e]: the largest of this lane's numbers; f: of heads lane and lane + 32, the share of a sum.
-  DI void find_scales(float (&top)[16], const float (&f)[2], float (&factors)[4]) {
+  DI void find_scales(float (&top)[HEADS / 4], const float (&f)[LANE_HEADS], float (&factors)[HEADS / 16]) {
 #pragma unroll
-    for (int x = 0; x < 8; x++) {          // the lane with the other bit of c
+    for (int x = 0; x < HEAD_TILES; x++) {          // the lane with the other bit of c
       const int even = 4 * (x >> 1) + (x & 1);
       const float give = part & 2 ? top[even] : top[even + 2], keep = part & 2 ? top[even + 2] : top[even];
       top[even] = fmaxf(keep, __shfl_xor_sync(~0u, give, 8));
     }
 #pragma unroll
-    for (int k = 0; k < 4; k++) {          // and of e
+    for (int k = 0; k < HEADS / 16; k++) { // and of e
       const float give = part & 1 ? top[4 * k] : top[4 * k + 1], keep = part & 1 ? top[4 * k + 1] : top[4 * k];
       const float amax = fmaxf(keep, __shfl_xor_sync(~0u, give, 4));
       const float w = __shfl_sync(~0u, f[k >> 1], 16 * (k & 1) + 8 * (part >> 1) + 2 * t + (part & 1));
@@ -182,7 +191,7 @@ struct Output {
   DI void store_scales(int first, int last) const {
     if (!FP8_OUTPUT) return;
 #pragma unroll
-    for (int k = 0; k < 4; k++) {
+    for (int k = 0; k < HEADS / 16; k++) {
       const int c = 2 * k + (part >> 1), head = head0 + 8 * c + 2 * t + (part & 1);
       if (c < first || c > last || head >= p.heads) continue;
       const int hpg = p.heads_per_group, group = group_of(head), member = head - group * hpg;
@@ -191,32 +200,32 @@ struct Output {
     }
   }
 };
-// The last 64 dims of 64 heads, turned back. `table`: cosines of this lane's four pairs, sines 128 bytes further.
-DI void unrotate_rows(float (&acc)[128], uint32_t table) {
+// The last 64 dims of the heads, turned back. `table`: cosines of this lane's four pairs, sines 128 bytes further.
+DI void unrotate_rows(float (&acc)[2 * HEADS], uint32_t table) {
 #pragma unroll
   for (int i = 0; i < 4; i++) {
     const float co = load_float(table + 4 * i), si = load_float(table + 128 + 4 * i);   // not all of them: registers are few
 #pragma unroll
-    for (int x = 0; x < 16; x++) {
-      float* a = acc + 32 * i + 4 * (x >> 1) + (x & 1);
+    for (int x = 0; x < HEADS / 4; x++) {
+      float* a = acc + HEADS / 2 * i + 4 * (x >> 1) + (x & 1);
       unrotate_pair(a[0], a[2], co, si);
     }
   }
 }
-DI void dims_of(float (&v)[8], const float (&acc)[128], int c, int e) {
+DI void dims_of(float (&v)[8], const float (&acc)[2 * HEADS], int c, int e) {
 #pragma unroll
-  for (int m = 0; m < 4; m++) { v[2 * m] = acc[32 * m + 4 * c + e]; v[2 * m + 1] = acc[32 * m + 4 * c + 2 + e]; }
+  for (int m = 0; m < 4; m++) { v[2 * m] = acc[HEADS / 2 * m + 4 * c + e]; v[2 * m + 1] = acc[HEADS / 2 * m + 4 * c + 2 + e]; }
 }
 // All rows of a warp; f: the shares of heads lane and lane + 32.
-DI void store_rows(Output& out, const float (&acc)[128], const float (&f)[2], int lane) {
-  float v[8], top[16], factors[4];
+DI void store_rows(Output& out, const float (&acc)[2 * HEADS], const float (&f)[LANE_HEADS], int lane) {
+  float v[8], top[HEADS / 4], factors[HEADS / 16];
   if (FP8_OUTPUT) {
 #pragma unroll
-    for (int x = 0; x < 16; x++) { dims_of(v, acc, x >> 1, x & 1); top[x] = Output::largest(v); }
+    for (int x = 0; x < HEADS / 4; x++) { dims_of(v, acc, x >> 1, x & 1); top[x] = Output::largest(v); }
     out.find_scales(top, f, factors);
   }
 #pragma unroll
-  for (int c = 0; c < 8; c++)
+  for (int c = 0; c < HEAD_TILES; c++)
 #pragma unroll
     for (int e = 0; e < 2; e++) {
       dims_of(v, acc, c, e);
@@ -225,18 +234,20 @@ DI void store_rows(Output& out, const float (&acc)[128], const float (&f)[2], in
     }
 }
 #if SPLITS > 1
-constexpr int SLABS = 8 / SPLITS;   // of 64 dims, that a CTA finishes
-template <int C> DI void send_rows(const Values& s, const float (&acc)[128], uint32_t to, const float (&f)[2]) {
+constexpr int SLABS = 8 / SPLITS;   // of 64 dims, that a CTA finishes; a warp so many tiles of heads of one:
+constexpr int SHARE = HEAD_TILES > SPLITS ? HEAD_TILES / SPLITS : 1;
+constexpr int SLAB = HEADS * 256;   // bytes
+template <int C> DI void send_rows(const Values& s, const float (&acc)[2 * HEADS], uint32_t to, const float (&f)[LANE_HEADS]) {
 #pragma unroll
   for (int e = 0; e < 2; e++) {
     const float w = __shfl_sync(~0u, f[C >> 2], (8 * C + 2 * s.t + e) & 31);
 #pragma unroll
     for (int u = 0; u < 2; u++) {
-      const float* a = acc + 64 * u + 4 * C + e;
-      asm volatile("st.shared::cluster.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(to + ((2 * C + e) * 2 + u) * 512), "f"(a[0] * w), "f"(a[2] * w), "f"(a[32] * w), "f"(a[34] * w) : "memory");
+      const float* a = acc + HEADS * u + 4 * C + e;
+      asm volatile("st.shared::cluster.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(to + ((2 * C + e) * 2 + u) * 512), "f"(a[0] * w), "f"(a[2] * w), "f"(a[HEADS / 2] * w), "f"(a[HEADS / 2 + 2] * w) : "memory");
     }
   }
-  if constexpr (C < 7) send_rows<C + 1>(s, acc, to, f);
+  if constexpr (C < HEAD_TILES - 1) send_rows<C + 1>(s, acc, to, f);
 }
 #endif
 
@@ -253,29 +264,31 @@ DI void prefetch_ahead(const Args& p, int lane, int next_item) {
 }
 
 // Of heads lane and lane + 32, if a tile had a key: the reference and the true maximum.
-DI void read_references(uint32_t base, int lane, uint32_t parity, float (&M)[2], float (&T)[2]) {
-  if (!load_shared4(base + MET + 4 * parity)) return;
+DI void read_references(uint32_t base, int lane, uint32_t kept, float (&M)[LANE_HEADS], float (&T)[LANE_HEADS]) {
+  if (!load_shared4(base + MET + 4 * kept)) return;
 #pragma unroll
-  for (int i = 0; i < 2; i++) {
-    const uint32_t head = parity * 256 + (lane + 32 * i) * 4;
+  for (int i = 0; i < LANE_HEADS; i++) {
+    const uint32_t head = kept * TABLE + lane_head(lane, i) * 4;
     M[i] = load_float(base + REFERENCE + head);
     if (WITH_MAX) T[i] = load_float(base + TRUE_MAX + head);
   }
 }
-// For lse: the sum of the weights before they were rounded, of one group of scores (`only`) or of both.
-DI void read_sums(uint32_t base, int lane, int only, const float (&M)[2], float (&L)[2]) {
+// For lse: the sum of the weights before they were rounded, of the groups of scores that had tiles of the token; `group` had the last, number `number`.
+// In the order of the token's tiles, not of the groups: a row has the same bits wherever it stands in a batch.
+DI void read_sums(uint32_t base, int lane, int group, int number, const float (&M)[LANE_HEADS], float (&L)[LANE_HEADS]) {
+  const int behind = number % GROUPS, first = group >= behind ? group - behind : group - behind + GROUPS;   // of the token's first tile
 #pragma unroll
-  for (int i = 0; i < 2; i++)
+  for (int i = 0; i < LANE_HEADS; i++)
 #pragma unroll
-    for (int x = 0; x < 2; x++) {
-      if (only >= 0 && x != only) continue;
-      const uint32_t head = (lane + 32 * i) * 4;
-      const float sum = load_float(base + SUMS + x * 256 + head);
-      L[i] += sum == 0.f ? 0.f : sum * exp2_fast(load_float(base + SUM_REFERENCE + x * 256 + head) - M[i]);
+    for (int x = 0; x < GROUPS; x++) {
+      if (x > number) continue;
+      const uint32_t at = (first + x >= GROUPS ? first + x - GROUPS : first + x) * TABLE + lane_head(lane, i) * 4;
+      const float sum = load_float(base + SUMS + at);
+      L[i] += sum == 0.f ? 0.f : sum * exp2_fast(load_float(base + SUM_REFERENCE + at) - M[i]);
     }
 }
-// The sums that each warpgroup has of half of a token's rounded weights, to every warp of values.
-DI void share_sums(const Values& s, uint32_t parity, const float (&total)[4], float (&L)[2]) {
+// The sums that each warp has of some of a token's rounded weights, to all of them.
+DI void share_sums(const Values& s, uint32_t parity, const float (&total)[4], float (&L)[LANE_HEADS]) {
   const uint32_t sums = s.base + SUMS + parity * 512;
   int lane = s.lane;
   forget(lane);                     // addresses are not kept, spilled, all along
@@ -283,7 +296,11 @@ DI void share_sums(const Values& s, uint32_t parity, const float (&total)[4], fl
   if ((lane & 3) == 0) { store_float(own, total[0]); store_float(own + 32, total[2]); }
   values_sync();
 #pragma unroll
-  for (int i = 0; i < 2; i++) L[i] = load_float(sums + (lane + 32 * i) * 4) + load_float(sums + 256 + (lane + 32 * i) * 4);
+  for (int i = 0; i < LANE_HEADS; i++) {
+    const uint32_t at = sums + lane_head(lane, i) * 4;
+    L[i] = load_float(at) + load_float(at + 256);
+    if (HEAD_TILES < 8) L[i] += load_float(at + HEADS * 4) + load_float(at + 256 + HEADS * 4);
+  }
 }
 
 // What the warps of values know of the tile after the one that they add.
@@ -296,17 +313,18 @@ struct NextTile {
   DI bool last() const { return word & 32; }   // of its token
 };
 DI NextTile next_tile(uint32_t base, uint32_t tile) {
-  return {__shfl_sync(~0u, load_shared4(base + WHICH + 4 * (tile & 7)), 0), (int)__shfl_sync(~0u, load_shared4(base + ITEM + 4 * (tile & 7)), 0)};
+  return {__shfl_sync(~0u, load_shared4(base + WHICH + 4 * (tile & (TILES - 1))), 0), (int)__shfl_sync(~0u, load_shared4(base + ITEM + 4 * (tile & (TILES - 1))), 0)};
 }
 
 DI void add_values(const Args& p, uint32_t base, int g, int w, int lane, int rank, int item0, int item_step) {
   Values s;
   s.base = base; s.g = g; s.w = w; s.lane = lane; s.g8 = lane >> 2; s.t = lane & 3;
-  float acc[128];
+  float acc[2 * HEADS];
   const int items = p.tokens * p.head_blocks, slab = 4 * g + w;   // slab: 64 dims, this warp's
   uint32_t done = 0, tokens = 0;    // tiles; tokens that have keys
   int stage = 0, freed = STAGES - 1;   // of this tile and of the tile before, where the rows of a tile to come go
-  uint32_t phase = 0;
+  int group = 0, group_before = GROUPS - 1;   // of scores, likewise
+  uint32_t phase = 0, turn = 0;        // parities of the stage's and of the group's tile
   Coming coming{p};
   coming.lane = lane;
   Lookup{p, base, slab, lane, rank, item_step}.begin(item0);
@@ -316,43 +334,48 @@ DI void add_values(const Args& p, uint32_t base, int g, int w, int lane, int ran
   for (int i = 0; i < AHEAD; i++) {
     // The others are asked for when the first is there: at the start every CTA waits for device memory.
     if (i == 1 && next.exists()) wait(base + RAW_FULL, 0);
-    coming.look(base, i, slab);
-    coming.start(base, i, slab, true);
+    coming.look(base, i, i, slab);
+    coming.start(base, i, slab);
+#pragma unroll
+    for (int row = 0; row < 8; row++) coming.copy(row);   // from registers: a loop takes 150 clocks a row
   }
   for (int item = item0; item < items; item += item_step) {
-    const int token = token_of(p, item), head0 = (item - token * p.head_blocks) * 64;
+    const int token = token_of(p, item), head0 = first_head(p, item);
     const bool has_keys = next.exists() && next.item == item;
-    const uint32_t parity = tokens & 1, angles = base + ANGLES + 256 * (tokens & 3);
+    const uint32_t angles = base + ANGLES + 256 * (tokens & (TURNS - 1));
     prefetch_ahead(p, lane, item + item_step);
-    float M[2], L[2], T[2];   // of heads lane and lane + 32: reference and true maximum (log2 units), sum of the weights
+    float M[LANE_HEADS], L[LANE_HEADS], T[LANE_HEADS];   // of heads lane and lane + 32: reference and true maximum (log2 units), sum of the weights
 #pragma unroll
-    for (int i = 0; i < 2; i++) { M[i] = -INF; L[i] = 0.f; T[i] = -INF; }
+    for (int i = 0; i < LANE_HEADS; i++) { M[i] = -INF; L[i] = 0.f; T[i] = -INF; }
     if (!has_keys) {
 #pragma unroll
-      for (int x = 0; x < 128; x++) acc[x] = 0.f;
+      for (int x = 0; x < 2 * HEADS; x++) acc[x] = 0.f;
     }
     float total[4] = {0.f, 0.f, 0.f, 0.f};
-    bool first = true, last = !has_keys;
+    int number = 0;
+    bool last = !has_keys;
     while (!last) {
-      const int group = done & 1;
-      const uint32_t raw = base + RAW + stage * STAGE, weights = base + WEIGHTS + group * 8192;
+      const uint32_t raw = base + RAW + stage * STAGE, weights = base + WEIGHTS + group * BLOCK;
       last = next.last();
-      wait(base + FULL + 8 * group, (done >> 1) & 1);
+      wait(base + FULL + 8 * group, turn);
       const bool grew = load_shared4(base + GREW + 4 * group);
-      uint32_t some[2][4];
+      uint32_t some[SUM_STEPS][4];
       if (!WITH_LSE) load_weights(s, some, weights);
       wait(base + RAW_FULL + 8 * stage, phase);       // long over, but what the copies wrote is this thread's to read now
-      if (!first && grew) {
-        rescale(s, acc, base + RESCALE + group * 256);
-        if (!WITH_LSE) rescale_sums(s, total, base + RESCALE + group * 256);
+      if (number && grew) {
+        rescale(s, acc, base + RESCALE + group * TABLE);
+        if (!WITH_LSE) rescale_sums(s, total, base + RESCALE + group * TABLE);
       }
-      if (!WITH_LSE) { add_rows(total, some[0]); add_rows(total, some[1]); }
-      coming.look(base, done + AHEAD, slab);
+      if (!WITH_LSE) {
+#pragma unroll
+        for (int k = 0; k < SUM_STEPS; k++) add_rows(total, some[k]);
+      }
+      coming.look(base, done + AHEAD, freed, slab);
       const NextTile tile = next;
       const auto side = [&](int step) {
         if (step == 0) {
-          wait(base + WEIGHTS_EMPTY + 8 * (group ^ 1), ((done - 1) >> 1) & 1);   // the tile before, whose rows were in the stage
-          coming.start(base, freed, slab, false);
+          wait(base + WEIGHTS_EMPTY + 8 * group_before, group ? turn : turn ^ 1);   // the tile before, whose rows were in the stage
+          coming.start(base, freed, slab);
         } else {
           coming.copy(step - 1);
         }
@@ -361,57 +384,60 @@ DI void add_values(const Args& p, uint32_t base, int g, int w, int lane, int ran
           next = next_tile(base, done + 1);
         }
       };
-      if (A_KIND == B_KIND || !tile.compressed()) add_tile<A_KIND>(s, acc, raw, weights, first, side);
-      else add_tile<B_KIND>(s, acc, raw, weights, first, side);
+      if (A_KIND == B_KIND || !tile.compressed()) add_tile<A_KIND>(s, acc, raw, weights, number == 0, side);
+      else add_tile<B_KIND>(s, acc, raw, weights, number == 0, side);
       __syncwarp();
       if (last) {
-        read_references(base, lane, parity, M, T);
+        read_references(base, lane, tokens & (KEPT - 1), M, T);
         if (WITH_LSE) {
-          read_sums(base, lane, first ? group : -1, M, L);
+          read_sums(base, lane, group, number, M, L);
           __syncwarp();
-          arrive_once(base + SUMS_READ);
+          arrive_once(base + SUMS_READ + 8 * (tokens & 1));
         }
       }
       arrive_once(base + WEIGHTS_EMPTY + 8 * group);
-      first = false;
+      number++;
       done++;
+      group_before = group;
+      group = group == GROUPS - 1 ? 0 : group + 1;
+      turn ^= group == 0;
       freed = stage;
       stage = stage == STAGES - 1 ? 0 : stage + 1;
       phase ^= stage == 0;
     }
-    if (!WITH_LSE && has_keys) share_sums(s, parity, total, L);
+    if (!WITH_LSE && has_keys) share_sums(s, tokens & 1, total, L);
     tokens += has_keys;
-    float f[2];
+    float f[LANE_HEADS];
     Output out{p, nullptr, token, head0, 0, s.g8 & 3, s.t};
 #if SPLITS == 1
 #pragma unroll
-    for (int i = 0; i < 2; i++) {
-      const int head = head0 + lane + 32 * i;
+    for (int i = 0; i < LANE_HEADS; i++) {
+      const int head = head0 + lane_head(lane, i);
       f[i] = share(1.f, denominator(base, head, M[i], L[i]));
       if (g == 0 && w == 0) write_statistics(p, token, head, M[i], L[i], T[i]);
     }
     if (slab == 7 && has_keys && p.unrotate_output) unrotate_rows(acc, angles + 16 * s.g8);
     out.start(2 * slab + (s.g8 >> 2));
     store_rows(out, acc, f, lane);
-    out.store_scales(0, 7);
+    out.store_scales(0, HEAD_TILES - 1);
 #else
     if (g == 0 && w == 0) {
 #pragma unroll
-      for (int i = 0; i < 2; i++) {
-        store_float2(base + FINAL_CTA + (lane + 32 * i) * 8, M[i], L[i]);
-        if (WITH_MAX) store_float(base + FINAL_MAX + (lane + 32 * i) * 4, T[i]);
+      for (int i = 0; i < LANE_HEADS; i++) {
+        store_float2(base + FINAL_CTA + lane_head(lane, i) * 8, M[i], L[i]);
+        if (WITH_MAX) store_float(base + FINAL_MAX + lane_head(lane, i) * 4, T[i]);
       }
     }
     cluster_arrive(); cluster_wait();
 #pragma unroll
-    for (int i = 0; i < 2; i++) {
-      const uint32_t from = base + FINAL_CTA + (lane + 32 * i) * 8;
-      const int head = head0 + lane + 32 * i;
+    for (int i = 0; i < LANE_HEADS; i++) {
+      const uint32_t from = base + FINAL_CTA + lane_head(lane, i) * 8;
+      const int head = head0 + lane_head(lane, i);
       float top = -INF, all = 0.f, mine = 0.f, true_max = -INF;
 #pragma unroll
       for (int r = 0; r < SPLITS; r++) {
         top = fmaxf(top, load_remote(from, r));
-        if (WITH_MAX) true_max = fmaxf(true_max, load_remote(base + FINAL_MAX + (lane + 32 * i) * 4, r));
+        if (WITH_MAX) true_max = fmaxf(true_max, load_remote(base + FINAL_MAX + lane_head(lane, i) * 4, r));
       }
 #pragma unroll
       for (int r = 0; r < SPLITS; r++) {
@@ -423,13 +449,14 @@ DI void add_values(const Args& p, uint32_t base, int g, int w, int lane, int ran
       f[i] = share(mine, denominator(base, head, top, all));
     }
     if (slab == 7 && has_keys && p.unrotate_output) unrotate_rows(acc, angles + 16 * s.g8);
-    send_rows<0>(s, acc, remote(base + (rank * SLABS + slab % SLABS) * 16384 + lane * 16, slab / SLABS), f);
+    send_rows<0>(s, acc, remote(base + (rank * SLABS + slab % SLABS) * SLAB + lane * 16, slab / SLABS), f);
     cluster_arrive(); cluster_wait();
-    const int got = slab / SPLITS, to_finish = rank * SLABS + got, first_c = (slab % SPLITS) * SLABS;   // SPLITS warps share a slab
+    const int got = slab / SPLITS, to_finish = rank * SLABS + got, first_c = (slab % SPLITS) * SHARE;   // SPLITS warps share a slab
     out.start(2 * to_finish + (s.g8 >> 2));
 #pragma unroll
-    for (int i = 0; i < SLABS; i++) {
+    for (int i = 0; i < SHARE; i++) {
       const int c = first_c + i;
+      if (HEAD_TILES < SPLITS && c >= HEAD_TILES) break;
 #pragma unroll
       for (int e = 0; e < 2; e++) {
         float v[8] = {0, 0, 0, 0, 0, 0, 0, 0};
@@ -437,13 +464,13 @@ DI void add_values(const Args& p, uint32_t base, int g, int w, int lane, int ran
         for (int r = 0; r < SPLITS; r++)
 #pragma unroll
           for (int u = 0; u < 2; u++) {
-            const uint4 y = load_shared16(base + (r * SLABS + got) * 16384 + ((2 * c + e) * 2 + u) * 512 + lane * 16);
+            const uint4 y = load_shared16(base + (r * SLABS + got) * SLAB + ((2 * c + e) * 2 + u) * 512 + lane * 16);
             v[4 * u] += __uint_as_float(y.x); v[4 * u + 1] += __uint_as_float(y.y); v[4 * u + 2] += __uint_as_float(y.z); v[4 * u + 3] += __uint_as_float(y.w);
           }
         out.store(v, 1.f, c, e);
       }
     }
-    out.store_scales(first_c, first_c + SLABS - 1);
+    out.store_scales(first_c, first_c + SHARE - 1);
 #endif
   }
 }

@@ -1,7 +1,7 @@
 """The kernel bodies for Hopper and which of them runs a call, in blocks of how many heads: one table.
 
-attend.cu      blocks of 64 heads of a token (`wgmma`); fewer heads cost as much
-few_heads.cu   blocks of 8, 16, 24 or 32 heads (`mma.sync`, keys on the rows)
+attend.cu      blocks of 64, 32 or 16 heads of a token (`wgmma`); fewer heads cost as much as a whole block
+few_heads.cu   blocks of 8 heads (`mma.sync`)
 
 Every block is work of its own: 64 heads of one token are done soonest as 8 rows of 8 heads, on 64 multiprocessors.
 """
@@ -13,28 +13,27 @@ from dataclasses import dataclass
 from pathlib import Path
 
 SOURCE_FOLDER = Path(__file__).parent
+SHARED_BYTES = 232_448
+"""Dynamic shared memory of a CTA, what a multiprocessor has; the sources state the same number."""
 HEADS_OF_A_TILE = 8
-"""`few_heads.cu` works on blocks of 1 to 4 tiles of heads."""
-MANY_HEADS_BLOCK = 64
-"""Heads of a block of `attend.cu`."""
+"""Blocks are of several tiles of heads."""
 MICROSECONDS: dict[int, dict[int, float]] = {
-    8: {1: 6.7, 32: 10.6, 64: 13.1, 128: 19.0, 512: 56.5},
-    16: {1: 7.7, 32: 12.8, 64: 15.9, 128: 22.8, 512: 70.1},
-    24: {1: 9.9, 32: 15.6, 64: 19.5, 128: 28.6, 512: 92.7},
-    32: {1: 11.5, 32: 17.5, 64: 23.2, 128: 31.6, 512: 101.4},
-    MANY_HEADS_BLOCK: {1: 15.3, 32: 19.4, 64: 20.8, 128: 30.0, 256: 55.8, 512: 102.2},
+    8: {1: 6.3, 32: 10.2, 66: 12.4, 67: 15.3, 128: 17.4, 256: 30.9, 512: 53.6},
+    16: {1: 8.9, 30: 11.1, 31: 12.0, 66: 13.9, 67: 17.4, 128: 19.1, 256: 34.0, 512: 62.5},
+    32: {1: 10.7, 30: 12.7, 31: 13.6, 66: 15.0, 67: 18.9, 128: 20.9, 256: 38.2, 512: 71.8},
+    64: {1: 14.3, 30: 17.5, 31: 18.1, 66: 19.5, 67: 24.8, 128: 26.8, 256: 50.4, 512: 96.2},
 }
 """Time of a launch by heads of a block and rows of work (tokens x blocks); `block_heads` takes the least.
 
-Measured on an H200 with one block a token (docs/performance.md, 528-byte rows, 128 + 512 keys). Other records and longer
-lists are taken to order the bodies alike.
+Measured on an H200 with one block a token (docs/performance.md, 528-byte rows, 128 + 512 keys), on both sides of where
+rows are shared out to fewer CTAs. Other records and longer lists are taken to order the bodies alike.
 """
 BLOCKS = tuple(MICROSECONDS)
 """Heads of every block."""
-SEVERAL_BLOCKS = 0.92
-"""Share of that time where blocks of one token read the same rows, from the L2: 0.89 to 0.92 for 2, 4 and 8 blocks."""
-HALF_EMPTY = 0.92
-"""Share of that time which `attend.cu` takes for at most half of its heads, from 128 rows on."""
+SEVERAL_BLOCKS = {8: 0.92, 16: 0.92, 32: 0.97, 64: 1.0}
+"""Share of that time where blocks of one token read the same rows, from the L2."""
+SECOND_LAUNCH = 2.0
+"""Microseconds that a second launch of a call must save: it costs the host time of its own."""
 ROWS_OF_A_ROUND = 132
 """Multiprocessors of an H200."""
 TILES_OF_A_ROW = 10
@@ -48,10 +47,15 @@ class Body:
     name: str
     file: str
     headers: tuple[str, ...]
-    threads: int
+    threads: tuple[tuple[int, int], ...]
+    """(tiles of heads of a block, threads of a CTA)."""
     shared_bytes: int  # dynamic shared memory of a CTA
     clusters_of_132: tuple[tuple[int, int], ...]
     """(CTAs of a cluster, clusters that are resident together on 132 multiprocessors), largest first (H200)."""
+
+    def threads_of(self, head_tiles: int) -> int:
+        """Threads of a CTA that works on blocks of so many tiles of heads."""
+        return dict(self.threads)[head_tiles]
 
     def source(self, folder: Path = SOURCE_FOLDER) -> str:
         """The whole translation unit, headers inlined, of the files in a folder."""
@@ -62,6 +66,22 @@ class Body:
         return text
 
 
+MANY_HEADS = Body(
+    "many heads",
+    "attend.cu",
+    (
+        "arguments.cuh",
+        "instructions.cuh",
+        "attend_parts.cuh",
+        "attend_rows.cuh",
+        "attend_query.cuh",
+        "attend_values.cuh",
+        "attend_scores.cuh",
+    ),
+    ((2, 640), (4, 640), (8, 512)),
+    SHARED_BYTES,
+    ((8, 15), (4, 30), (2, 66)),
+)
 FEW_HEADS = Body(
     "few heads",
     "few_heads.cu",
@@ -72,23 +92,28 @@ FEW_HEADS = Body(
         "few_heads_scores.cuh",
         "few_heads_values.cuh",
     ),
-    640,
-    232_448,
+    ((1, 640),),
+    SHARED_BYTES,
     ((8, 15), (4, 30), (3, 39), (2, 66)),
 )
 """Shared memory is what an SM has: the source fills it with tiles. Rows beyond the resident clusters start when others
 are done: 32 tokens of 8 heads take 13.6 us in clusters of 3, 23.3 us in clusters of 4."""
 
+BODIES = {8: FEW_HEADS, 16: MANY_HEADS, 32: MANY_HEADS, 64: MANY_HEADS}
+"""Which source works on blocks of so many heads."""
+
 
 @functools.cache
-def block_heads(num_heads: int, num_tokens: int, batch_invariant: bool) -> int:
-    """Heads of a block of work with which a call runs: `MANY_HEADS_BLOCK` in `attend.cu`, fewer in `few_heads.cu`.
+def block_heads(
+    num_heads: int, num_tokens: int, batch_invariant: bool, blocks: tuple[int, ...] = BLOCKS
+) -> int:
+    """Heads of a block of work with which a call runs, one of `blocks`.
 
     A batch-invariant call does not look at the number of tokens: bodies and splits round differently.
     """
     if batch_invariant:
-        return next((n for n in MICROSECONDS if n >= num_heads), MANY_HEADS_BLOCK)
-    return min(MICROSECONDS, key=lambda n: _launch_microseconds(num_heads, num_tokens, n))
+        return next((block for block in blocks if block >= num_heads), blocks[-1])
+    return min(blocks, key=lambda block: _launch_microseconds(num_heads, num_tokens, block))
 
 
 @functools.cache
@@ -102,8 +127,8 @@ def tokens_of_launches(
     """Numbers of tokens of the launches of a call, in order: all of them, or those of whole rounds and the rest.
 
     A round takes as long for one row as for 132. A rest is done sooner by a launch of its own, which shares its rows out to
-    clusters or takes smaller blocks, as a call of so few tokens does; the least sum of `MICROSECONDS` says whether. Those
-    are times of whole launches, one after the other. Nothing is known of other devices, nor of shorter lists, where the
+    clusters or takes smaller blocks, as a call of so few tokens does; the least sum of `MICROSECONDS` and `SECOND_LAUNCH`
+    says whether. Those are times of whole launches, one after the other. Nothing is known of other devices, nor of shorter lists, where the
     start of a second launch weighs more: they take one launch.
 
     Args:
@@ -123,7 +148,12 @@ def tokens_of_launches(
         whole = rounds * ROWS_OF_A_ROUND // rows
         if 0 < whole < num_tokens:
             choices.append((whole, num_tokens - whole))
-    return min(choices, key=lambda c: sum(_least_microseconds(num_heads, n, blocks) for n in c))
+
+    def cost(launches: tuple[int, ...]) -> float:
+        micros = sum(_least_microseconds(num_heads, tokens, blocks) for tokens in launches)
+        return micros + SECOND_LAUNCH * (len(launches) - 1)
+
+    return min(choices, key=cost)
 
 
 @functools.cache
@@ -135,9 +165,7 @@ def _least_microseconds(num_heads: int, num_tokens: int, blocks: tuple[int, ...]
 def _launch_microseconds(num_heads: int, num_tokens: int, block: int) -> float:
     """What a call takes in blocks of so many heads."""
     blocks = -(-num_heads // block)
-    share = SEVERAL_BLOCKS if blocks > 1 and block != MANY_HEADS_BLOCK else 1.0
-    if block == MANY_HEADS_BLOCK and num_heads <= block // 2:
-        share = HALF_EMPTY
+    share = SEVERAL_BLOCKS[block] if blocks > 1 else 1.0
     return share * estimated_microseconds(block, num_tokens * blocks)
 
 
@@ -153,8 +181,3 @@ def estimated_microseconds(heads: int, rows: int) -> float:
     above = next((i for i in range(1, last) if entries[i][0] >= rows), last)
     (left, low), (right, high) = entries[above - 1], entries[above]
     return low + (rows - left) * (high - low) / (right - left)
-
-
-def head_tiles(heads: int) -> int:
-    """`Variant.head_tiles` of blocks of so many heads."""
-    return 0 if heads == MANY_HEADS_BLOCK else heads // HEADS_OF_A_TILE

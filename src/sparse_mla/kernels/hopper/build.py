@@ -14,33 +14,14 @@ import torch
 
 from sparse_mla.cache.records import MXFP8, MXFP8_PLANAR, NVFP4, NVFP4_PLANAR, V4, RecordFormat
 from sparse_mla.errors import UnsupportedError
-from sparse_mla.kernels.hopper.bodies import FEW_HEADS, Body
+from sparse_mla.kernels.hopper.bodies import MANY_HEADS, Body
 from sparse_mla.settings import settings
 
 ARCHITECTURE = "sm_90a"
 ENTRY = b"attend"
 ZEROS = b"zero_row"
-SHARED_BYTES = 232_448
-"""Dynamic shared memory of a CTA of the 64-head body; the source states the same number in its budget."""
 QUERY_BLOCK = 64
-"""Dims, and heads, of a box of the query."""
-
-MANY_HEADS = Body(
-    "many heads",
-    "attend.cu",
-    (
-        "arguments.cuh",
-        "instructions.cuh",
-        "attend_parts.cuh",
-        "attend_rows.cuh",
-        "attend_query.cuh",
-        "attend_values.cuh",
-        "attend_scores.cuh",
-    ),
-    512,
-    SHARED_BYTES,
-    ((8, 15), (4, 30), (2, 66)),
-)
+"""Dims of a box of the query."""
 
 _KINDS = {MXFP8: 0, MXFP8_PLANAR: 0, NVFP4: 1, NVFP4_PLANAR: 1, V4: 2}
 RECORDS = tuple(_KINDS)
@@ -57,23 +38,22 @@ class Variant:
     fp8_output: bool
     out_chunked: bool  # chunk-interleaved output
     with_max: bool  # keeps the true maximum for `max_logits`
-    head_tiles: int = 0  # few heads: tiles of 8 heads of a block; 0 = the 64-head body
-    with_lse: bool = False  # 64-head body: keeps sums of the weights before they are rounded
-    bf16_numbers: bool = False  # 64-head body: operands of the products are bf16 instead of f16
+    body: Body = MANY_HEADS  # the source it is compiled from
+    head_tiles: int = 8  # tiles of 8 heads of a block
+    with_lse: bool = False  # many heads: keeps sums of the weights before they are rounded
+    bf16_numbers: bool = False  # many heads: operands of the products are bf16 instead of f16
 
     @property
-    def body(self) -> Body:
-        """The source it is compiled from."""
-        return FEW_HEADS if self.head_tiles else MANY_HEADS
+    def threads(self) -> int:
+        """Of a CTA."""
+        return self.body.threads_of(self.head_tiles)
 
     def macros(self) -> dict[str, int]:
         """Macros of the source, see its head."""
         sets = {"A": self.window, "B": self.compressed}
         values = {"SPLITS": self.splits, "FP8_OUTPUT": self.fp8_output, "WITH_MAX": self.with_max}
-        values["OUT_CHUNKED"] = self.out_chunked
-        if self.head_tiles:
-            values["HEAD_TILES"] = self.head_tiles
-        else:
+        values |= {"OUT_CHUNKED": self.out_chunked, "HEAD_TILES": self.head_tiles}
+        if self.body is MANY_HEADS:
             values["WITH_LSE"] = self.with_lse
             values["BF16_NUMBERS"] = self.bf16_numbers
         for letter, record in sets.items():
@@ -84,7 +64,7 @@ class Variant:
 
 
 def source() -> str:
-    """The translation unit of the 64-head body, headers inlined."""
+    """The translation unit of many heads, headers inlined."""
     return MANY_HEADS.source()
 
 
@@ -130,17 +110,22 @@ def compile_source(text: str, options: list[str]) -> bytes:
 
 @functools.lru_cache(maxsize=1024)
 def query_map(
-    address: int, shape: tuple[int, int, int], strides: tuple[int, int, int], chunked: bool
+    address: int,
+    shape: tuple[int, int, int],
+    strides: tuple[int, int, int],
+    chunked: bool,
+    block: int,
 ) -> Any:
     """How a bf16 query lies in device memory, as the TMA takes it: a CUtensorMap.
 
-    A box of it is 64 heads x 64 dims of one token, in the order of shared memory: dims, pieces of dims, heads.
+    A box of it is a block of heads x 64 dims of one token, in the order of shared memory: dims, pieces of dims, heads.
 
     Args:
         address: of the query, a multiple of 16.
         shape: tokens, heads, 512.
         strides: elements.
         chunked: pieces of 16 dims of all heads lie together, not all dims of a head.
+        block: heads of a box.
     """
     from cuda.bindings import driver
 
@@ -154,7 +139,7 @@ def query_map(
             address,
             [driver.cuuint64_t(size) for size in (piece, dims // piece, heads, tokens)],
             [driver.cuuint64_t(2 * stride) for stride in between],
-            [driver.cuuint32_t(size) for size in (piece, QUERY_BLOCK // piece, QUERY_BLOCK, 1)],
+            [driver.cuuint32_t(size) for size in (piece, QUERY_BLOCK // piece, block, 1)],
             [driver.cuuint32_t(1)] * 4,
             driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
             driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_NONE,
@@ -179,16 +164,16 @@ def function(variant: Variant, device_index: int) -> tuple[int, int]:
     return int(kernel), int(zeros)
 
 
-def launch(kernel: int, body: Body, arguments: int, ctas: int, splits: int, stream: int) -> None:
+def launch(kernel: int, variant: Variant, arguments: int, ctas: int, stream: int) -> None:
     """Launch on a stream. `arguments`: address of the array of parameter addresses."""
     from cuda.bindings import driver
 
     config = driver.CUlaunchConfig()
     config.gridDimX, config.gridDimY, config.gridDimZ = ctas, 1, 1
-    config.blockDimX, config.blockDimY, config.blockDimZ = body.threads, 1, 1
-    config.sharedMemBytes = body.shared_bytes
+    config.blockDimX, config.blockDimY, config.blockDimZ = variant.threads, 1, 1
+    config.sharedMemBytes = variant.body.shared_bytes
     config.hStream = stream
-    attributes = _attributes(splits, settings().overlap)
+    attributes = _attributes(variant.splits, settings().overlap)
     config.attrs = list(attributes)
     config.numAttrs = len(attributes)
     _checked(driver.cuLaunchKernelEx(config, driver.CUfunction(kernel), arguments, 0))

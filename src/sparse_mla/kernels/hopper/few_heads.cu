@@ -113,9 +113,6 @@ static_assert(OWN_SPACE || PARTS_BYTES <= RING * BLOCK_BYTES, "parts fit");
 
 __device__ __align__(16) uint8_t zero_row[1024];   // stands for rows that no valid slot names; the host knows where it is
 
-DI int token_of(const Args& p, int item) { return p.block_mul ? __umulhi(item, p.block_mul) : item; }
-DI int first_head(const Args& p, int item) { return p.block_mul ? (item - token_of(p, item) * p.head_blocks) * HEADS : 0; }
-
 // ---------------------------------------------------------------- work of a CTA
 // A tile: number of blocks, how many of them are of the window, whether it is the token's last one, whether it is one,
 // whether maxima moved.

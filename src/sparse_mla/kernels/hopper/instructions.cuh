@@ -75,6 +75,8 @@ DI uint32_t bf16_to_f16(uint32_t x) {
 DI uint32_t least_f16(uint32_t a, uint32_t b) { uint32_t r; asm("min.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b)); return r; }
 
 // ---------------------------------------------------------------- of both bodies
+DI int token_of(const Args& p, int item) { return p.block_mul ? __umulhi(item, p.block_mul) : item; }
+DI int first_head(const Args& p, int item) { return p.block_mul ? (item - token_of(p, item) * p.head_blocks) * 8 * HEAD_TILES : 0; }
 DI uint32_t page_of(const KeyArgs& k, uint32_t slot) { return k.page_mul ? __umulhi(slot, k.page_mul) >> k.page_shift : slot; }
 // By one warp while the launch ahead of this one ends, to the L2: a token's slots (256 of each set), lengths and position. Nothing is read,
 // so all of it may still be written.
