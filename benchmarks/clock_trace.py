@@ -66,14 +66,14 @@ EDITS: Edits = {
         ("", "  wait_for_launch_before();\n", "  stamp(warp, 63, 0);\n"),
     ),
     "few_heads_scores.cuh": (
-        ("", "  float S[HEAD_TILES][4];\n", "  int seen;\n"),
+        ("", "  float S[4];\n", "  int seen;\n"),
         ("", "    Cursor cursor;\n", "    seen = 0;\n"),
         ("", "    const bool active = warp < work.blocks();\n", "    stamp(warp, seen, 0);\n"),
         ("", "    wait(base + FULL + 8 * at.place, at.round);\n", "    stamp(warp, seen, 1);\n"),
         ("    stamp(warp, seen, 2);\n", "    bool grew = false;\n", ""),
         ("    stamp(warp, seen++, 3);\n", "    publish(work.bits |", ""),
         (f"      stamp(warp, {FIRST_TOKEN} + n, 0);\n", "      finish(n, rank);\n", f"      stamp(warp, {FIRST_TOKEN} + n, 1);\n"),
-        ("", "      q.load();\n", f"      if (n > 0) stamp(warp, {FIRST_TOKEN} - 1 + n, 2);\n"),
+        ("", "      q.load(base + QUERY, lane);\n", f"      if (n > 0) stamp(warp, {FIRST_TOKEN} - 1 + n, 2);\n"),
     ),
     "few_heads_values.cuh": (
         ("    int seen = 0;\n", "    while (true) {\n", "      stamp(8 + warp, seen, 0);\n"),

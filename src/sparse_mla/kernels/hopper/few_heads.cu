@@ -1,7 +1,7 @@
-// Mega attention for Hopper in blocks of at most 32 heads: the contract and arguments of attend.cu, but keys stand on
-// the M side of mma.sync and no key is widened in shared memory: raw bytes go from shared memory into registers, are
-// converted there and multiplied. One CTA works on one item at a time and stays for the next one: item i is token
-// i / head_blocks and its block i % head_blocks of 8 HEAD_TILES heads ("token" below), the last of them maybe in part.
+// Mega attention for Hopper in blocks of 8 heads: the contract and arguments of attend.cu, but keys stand on the M side
+// of mma.sync and no key is widened in shared memory: raw bytes go from shared memory into registers, are converted
+// there and multiplied. One CTA works on one item at a time and stays for the next one: item i is token i / head_blocks
+// and its block i % head_blocks ("token" below), the last of them maybe in part.
 //
 // Keys come in blocks of 16 (of one set each) and tiles of 8 blocks; a ring of blocks lies in shared memory. Roles:
 //   scores    warps 0..7: warp w scores block w of a tile, S^T [16 keys x heads] = K Q^T, and writes weights P^T. They
@@ -21,20 +21,20 @@
 //
 // Budget of a CTA (checked by tests/hopper/test_few_heads.py):
 //   threads 640: 8 score warps, 8 value warps, 4 producer warps; registers by role, see below
-//   spills none up to 16 heads, at most 80 bytes up to 24 and 220 up to 32, outside the products
-//   tile of 128 rows of 528 bytes, each scheduler: conversions 1,300 clocks (512 of 2.5), products 900 for each 8 heads
-//   (128 of 7), about 2,300 issue slots; HBM needs 3,500 clocks
+//   spills none
+//   tile of 128 rows of 528 bytes, each scheduler: conversions 1,300 clocks (512 of 2.5), products 900 (128
+//   of 7), about 2,300 issue slots; HBM needs 3,500 clocks
 //
 // Fragments (lane = 4 g + t)
 //   scores   A rows g and g + 8 are keys 2 pi(g) and 2 pi(g) + 1, pi swaps bits 0 and 1: no bank conflicts. Of each
 //            64 dims a lane holds 16 t .. 16 t + 15, four k16 steps. With e2m1 rows each 8 dims are in the order
 //            0 2 4 6 1 3 5 7 (the same for query and keys).
 //   values   A rows g and g + 8 of m tile i are dims 8 g + 2 i and 8 g + 2 i + 1 of the warp's 64; k is the key.
-//            So a lane ends up with 8 consecutive dims of heads 2 t and 2 t + 1 of each 8 heads.
+//            So a lane ends up with 8 consecutive dims of heads 2 t and 2 t + 1.
 // Scales become f16 once, in a table of (key pair, group) -> f16 pair for both products.
 //
-// Macros: HEAD_TILES (1..4, of 8 heads), A_KIND, B_KIND, X_ROW_UNITS, X_SCALE_STRIDE, SPLITS, FP8_OUTPUT, OUT_CHUNKED,
-// WITH_MAX as in attend.cu.
+// Macros: HEAD_TILES (1, of 8 heads), A_KIND, B_KIND, X_ROW_UNITS, X_SCALE_STRIDE, SPLITS, FP8_OUTPUT, OUT_CHUNKED, WITH_MAX
+// as in attend.cu.
 
 #include "few_heads_parts.cuh"
 
@@ -46,14 +46,11 @@
 #define MIXED (A_KIND != B_KIND || A_PLANAR != B_PLANAR)
 
 constexpr int BLOCKS = 8, THREADS = 640;     // blocks of a tile, each scored by one warp
-constexpr int HEADS = 8 * HEAD_TILES;
-constexpr bool QUERY_IN_REGISTERS = HEAD_TILES == 1;
-constexpr bool PAIRS = HEAD_TILES <= 2 && !HAS_V4;   // values of two blocks at a time
-constexpr int CHAINS = HEAD_TILES == 1 ? 4 : HEAD_TILES == 2 ? 2 : 1;   // independent accumulators of a score
+constexpr int HEADS = 8;                     // of a block
+static_assert(HEADS == 8 * HEAD_TILES, "heads of a block");
+constexpr bool PAIRS = !HAS_V4;              // values of two blocks at a time
 constexpr int ENTRY_REGISTERS = 96;          // of 65,536 over 640 threads
-constexpr int SCORE_REGISTERS = HEAD_TILES == 1 ? 152 : HEAD_TILES == 4 ? 104 : 120;
-constexpr int VALUE_REGISTERS = HEAD_TILES == 1 ? 72 : HEAD_TILES == 4 ? 120 : 104;
-constexpr int PRODUCER_REGISTERS = 32;
+constexpr int SCORE_REGISTERS = 152, VALUE_REGISTERS = 72, PRODUCER_REGISTERS = 32;
 static_assert(2 * (SCORE_REGISTERS + VALUE_REGISTERS) + PRODUCER_REGISTERS <= 5 * ENTRY_REGISTERS, "registers of a CTA");
 // Weights are 2^10 exp(z - m), so those down to 2^-24 are normal f16; up to 2^15 before the maximum moves.
 constexpr float WEIGHT_SHIFT = 10.f, GROWTH = 5.f;
@@ -65,13 +62,12 @@ template <> struct Record<KIND_MXFP8> { static constexpr int PITCH = 33 * 16, SC
 template <> struct Record<KIND_V4> { static constexpr int PITCH = 37 * 16, SCALES = 36 * 16, BYTES = 16 * PITCH; };
 template <> struct Record<KIND_NVFP4> { static constexpr int PITCH = 19 * 16, SCALES = 256, TABLE = 16 * PITCH, TABLE_PITCH = 144, BYTES = TABLE + 8 * TABLE_PITCH; };
 constexpr int BLOCK_BYTES = Record<A_KIND>::BYTES > Record<B_KIND>::BYTES ? Record<A_KIND>::BYTES : Record<B_KIND>::BYTES;
-constexpr int HEAD_PAIRS = (HEAD_TILES + 1) / 2;
-constexpr int QUERY_BYTES = HEAD_TILES == 1 ? 8192 : 16384 * HEAD_PAIRS;
+constexpr int QUERY_BYTES = 1024 * HEADS;
 constexpr int TABLES_BYTES = A_KIND == KIND_NVFP4 && B_KIND == KIND_NVFP4 ? 0 : 512 * BLOCKS;  // of one of two sets
 constexpr int WEIGHT_PITCH = 32 * BLOCKS + 16, WEIGHTS_BYTES = HEADS * WEIGHT_PITCH;           // of one of two sets
 constexpr int HEAD_BYTES = 4 * HEADS;
 
-constexpr int QUERY = 0;                                     // fragments of all 32 k16 steps, f16
+constexpr int QUERY = 0;                                     // fragments of all 32 k16 steps, f16; the next token's once registers hold them
 constexpr int TABLES = QUERY + QUERY_BYTES;                  // [2][block] (key pair, group) -> f16 scales of both keys
 constexpr int WEIGHTS = TABLES + 2 * TABLES_BYTES;           // [2][head][128 keys] f16
 constexpr int TILE_MAX = WEIGHTS + 2 * WEIGHTS_BYTES;        // [block][head] f32
@@ -92,24 +88,16 @@ constexpr int EMPTY = FULL + 8 * MAX_RING;                   // [ring]
 constexpr int VALID = EMPTY + 8 * MAX_RING;                  // [ring] u32, a bit a row
 constexpr int LENGTHS = VALID + 4 * MAX_RING;                // [token parity 2] (window, compressed) int, what scores ask for ahead
 constexpr int POSITIONS = LENGTHS + 16;                      // [token & 3] RawPosition, asked for a token ahead, read up to two behind
-// SPLITS > 1: partial sums that the cluster sends. A unit is (64 dims, head tile, even or odd heads), 1 KB.
-constexpr int UNITS = 16 * HEAD_TILES;                       // unit u is written by rank u % SPLITS
+// SPLITS > 1: partial sums that the cluster sends. A unit is (64 dims, even or odd heads), 1 KB.
+constexpr int UNITS = 16;                                    // unit u is written by rank u % SPLITS
 constexpr int ANGLES = (POSITIONS + 32 + 15) & ~15;          // [token & 3][cos, sin][32] f32, likewise
 constexpr int ADDRESSES = ANGLES + 1024;                     // [producer][row 32] u64, of the rows that it copies next
 constexpr int SLOTS = ADDRESSES + 1024;                      // [producer][row 32] int, of the tile after
 constexpr int PARTS = (SLOTS + 512 + 127) & ~127;            // [own unit][rank] f32
 constexpr int PARTS_BYTES = SPLITS > 1 ? (UNITS + SPLITS - 1) / SPLITS * SPLITS * 1024 : 0;
-constexpr bool OWN_SPACE = HEAD_TILES <= 2;                  // else parts lie over the ring, once no CTA uses it
-constexpr int SPARE = PARTS + (OWN_SPACE ? PARTS_BYTES : 0);
-// The next token's query is asked for while tiles of this one are under way, if it has space: that of the query in registers, or
-// its own where the ring stays long enough.
-constexpr bool QUERY_TWICE = SPLITS == 1 && !QUERY_IN_REGISTERS && (232448 - SPARE - QUERY_BYTES) / BLOCK_BYTES >= 5 * BLOCKS / 2;
-constexpr bool QUERY_EARLY = QUERY_TWICE || QUERY_IN_REGISTERS;
-constexpr int QUERY_STEP = QUERY_TWICE ? SPARE - QUERY : 0;  // between the queries of one token and the next
-constexpr int ROWS = SPARE + (QUERY_TWICE ? QUERY_BYTES : 0);    // the ring
+constexpr int ROWS = PARTS + PARTS_BYTES;                    // the ring
 constexpr int FITTING = (232448 - ROWS) / BLOCK_BYTES, RING = FITTING < MAX_RING ? FITTING : MAX_RING;
 static_assert(RING >= 2 * BLOCKS, "two tiles at least");
-static_assert(OWN_SPACE || PARTS_BYTES <= RING * BLOCK_BYTES, "parts fit");
 
 __device__ __align__(16) uint8_t zero_row[1024];   // stands for rows that no valid slot names; the host knows where it is
 
@@ -374,13 +362,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend(const __grid_con
   if (SPLITS > 1) cluster_arrive_relaxed();               // others may send from now on
   const float c1 = p.scale * LOG2E;
   if (warp < 8) {
-    if (SCORE_REGISTERS > ENTRY_REGISTERS) set_registers_up<SCORE_REGISTERS>();
-    else set_registers_down<SCORE_REGISTERS>();
+    set_registers_up<SCORE_REGISTERS>();
     Scores scores{p, base, warp, lane, lane >> 2, lane & 3, c1, GROWTH / c1};
     scores.run(rank, step);
   } else if (warp < 16) {
-    if (VALUE_REGISTERS > ENTRY_REGISTERS) set_registers_up<VALUE_REGISTERS>();
-    else set_registers_down<VALUE_REGISTERS>();
+    set_registers_down<VALUE_REGISTERS>();
     Values values{p, base, warp - 8, lane, lane >> 2, lane & 3, c1, 65536u / p.heads_per_group + 1};
     values.run(rank, step);
   } else {
@@ -389,5 +375,4 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend(const __grid_con
   }
   __syncwarp();
   if (SPLITS > 1 && warp >= 16) cluster_wait();           // the other roles do in their finish()
-  if (SPLITS > 1 && !OWN_SPACE && (warp < 8 || warp >= 16)) { cluster_arrive(); cluster_wait(); }
 }

@@ -27,8 +27,8 @@ template <int KIND> DI void load_keys(Keys& k, uint32_t row, uint32_t table, int
     w[0] = first.x; w[1] = first.y; w[2] = second.x; w[3] = second.y;
   }
 }
-// acc[m tile][head tile] += 64 dims of the warp x 16 keys of a block; b: weights of each head tile.
-template <int KIND> DI void add_keys(float (&acc)[4][HEAD_TILES][4], const uint32_t (&b)[HEAD_TILES][2], const Keys& k, int warp) {
+// acc[m tile] += 64 dims of the warp x 16 keys of a block; b: their weights.
+template <int KIND> DI void add_keys(float (&acc)[4][4], const uint32_t (&b)[2], const Keys& k, int warp) {
   if (KIND == KIND_V4 && warp == 7) {   // bf16
 #pragma unroll
     for (int m = 0; m < 4; m++) {
@@ -38,8 +38,7 @@ template <int KIND> DI void add_keys(float (&acc)[4][HEAD_TILES][4], const uint3
         const uint32_t x = k.words[HAS_V4 ? 2 * h : 0][m], y = k.words[HAS_V4 ? 2 * h + 1 : 0][m];
         a[2 * h] = bf16_to_f16(permute(x, y, 0x5410)); a[2 * h + 1] = bf16_to_f16(permute(x, y, 0x7632));
       }
-#pragma unroll
-      for (int n = 0; n < HEAD_TILES; n++) mma(acc[m][n], a[0], a[1], a[2], a[3], b[n][0], b[n][1]);
+      mma(acc[m], a[0], a[1], a[2], a[3], b[0], b[1]);
     }
     return;
   }
@@ -67,8 +66,7 @@ template <int KIND> DI void add_keys(float (&acc)[4][HEAD_TILES][4], const uint3
         a[2 * h] = times(e4m3_low(w[h][m]), s); a[2 * h + 1] = times(e4m3_high(w[h][m]), s);
       }
     }
-#pragma unroll
-    for (int n = 0; n < HEAD_TILES; n++) mma(acc[m][n], a[0], a[1], a[2], a[3], b[n][0], b[n][1]);
+    mma(acc[m], a[0], a[1], a[2], a[3], b[0], b[1]);
   }
 }
 
@@ -79,15 +77,14 @@ struct Values {
   int warp, lane, g, t;
   float c1;
   uint32_t group_mul;
-  float acc[4][HEAD_TILES][4];
+  float acc[4][4];
 
   // What a lane needs of a block, and the walk over the blocks of a tile.
-  struct Block { Keys keys; uint32_t weights[HEAD_TILES][2]; };
+  struct Block { Keys keys; uint32_t weights[2]; };
   struct Walk { uint32_t block, table, weights, empty; };
 
   DI void load(Block& x, Walk& at, bool window) const {
-#pragma unroll
-    for (int n = 0; n < HEAD_TILES; n++) load_matrices2(x.weights[n], at.weights + n * 8 * WEIGHT_PITCH);
+    load_matrices2(x.weights, at.weights);
     if (A_KIND == B_KIND || window) load_keys<A_KIND>(x.keys, at.block + value_place<A_KIND>(warp, g, t), (A_KIND == KIND_NVFP4 ? at.block + Record<KIND_NVFP4>::TABLE : at.table) + value_scale<A_KIND>(warp, g, t), warp, g);
     else load_keys<B_KIND>(x.keys, at.block + value_place<B_KIND>(warp, g, t), (B_KIND == KIND_NVFP4 ? at.block + Record<KIND_NVFP4>::TABLE : at.table) + value_scale<B_KIND>(warp, g, t), warp, g);
     at.weights += 32; at.table += 512; at.block += BLOCK_BYTES;
@@ -129,39 +126,35 @@ struct Values {
       release<1>(at);
     }
   }
-  DI void pick(float (&v)[8], int n, int e) const {
+  DI void pick(float (&v)[8], int e) const {
 #pragma unroll
-    for (int i = 0; i < 4; i++) { v[2 * i] = e ? acc[i][n][1] : acc[i][n][0]; v[2 * i + 1] = e ? acc[i][n][3] : acc[i][n][2]; }
+    for (int i = 0; i < 4; i++) { v[2 * i] = e ? acc[i][1] : acc[i][0]; v[2 * i + 1] = e ? acc[i][3] : acc[i][2]; }
   }
 #if SPLITS == 1
   // The CTA's token number k.
   DI void finish(int item, int k, uint32_t weights_empty) {
     const uint32_t end = base + (k & 1) * END_BYTES;
     const int token = token_of(p, item), head0 = first_head(p, item);
-    float weight[HEAD_TILES][2];
+    float weight[2];
     wait(base + FINAL_FULL + 8 * (k & 1), (k >> 1) & 1);
 #pragma unroll
-    for (int n = 0; n < HEAD_TILES; n++)
-#pragma unroll
-      for (int e = 0; e < 2; e++) {
-        const int local = 8 * n + 2 * t + e, head = head0 + local;
-        const EndOfToken x = end_of_token(end, local);
-        weight[n][e] = weight_of(x.maximum, x.sum, p.sink && head < p.heads ? load_float(end + SINKS + local * 4) : -INF, c1);
-        if (warp == 0 && g == 0) write_statistics(p, token, head, x.maximum, x.sum, x.top);
-      }
+    for (int e = 0; e < 2; e++) {
+      const int local = 2 * t + e, head = head0 + local;
+      const EndOfToken x = end_of_token(end, local);
+      weight[e] = weight_of(x.maximum, x.sum, p.sink && head < p.heads ? load_float(end + SINKS + local * 4) : -INF, c1);
+      if (warp == 0 && g == 0) write_statistics(p, token, head, x.maximum, x.sum, x.top);
+    }
     const uint32_t angles = p.unrotate_output ? base + ANGLES + (k & 3) * 256 : 0;
     __syncwarp();
     if (WARP == 32 || lane == 0) arrive(weights_empty);
     int even = head0 + 2 * t;
     asm volatile("" : "+r"(even));   // addresses are found here, not kept in registers from token to token
 #pragma unroll
-    for (int n = 0; n < HEAD_TILES; n++)
-#pragma unroll
-      for (int e = 0; e < 2; e++) {
-        float v[8];
-        pick(v, n, e);
-        store_head(p, token, 8 * n + even + e, v, weight[n][e], angles, warp, g, group_mul);
-      }
+    for (int e = 0; e < 2; e++) {
+      float v[8];
+      pick(v, e);
+      store_head(p, token, even + e, v, weight[e], angles, warp, g, group_mul);
+    }
   }
 #else
   // Sends the sums to those who write them; adds what this CTA was sent, a unit a warp, and writes it.
@@ -169,21 +162,18 @@ struct Values {
     const uint32_t angles = p.unrotate_output ? base + ANGLES : 0;   // the CTA's only token
     __syncwarp();
     cluster_wait();                          // the others have started
-    if (!OWN_SPACE) { cluster_arrive(); cluster_wait(); }   // no CTA uses its ring any more
 #pragma unroll
-    for (int n = 0; n < HEAD_TILES; n++)
-#pragma unroll
-      for (int e = 0; e < 2; e++) {
-        float v[8];
-        pick(v, n, e);
-        const int unit = 2 * (warp * HEAD_TILES + n) + e, owner = unit % SPLITS;
-        const uint32_t to = remote(base + PARTS + (unit - owner + rank) * 1024 + lane * 16, owner), full = remote(base + FINAL_FULL, owner);
-        send4(to, v[0], v[1], v[2], v[3], full); send4(to + 512, v[4], v[5], v[6], v[7], full);
-      }
+    for (int e = 0; e < 2; e++) {
+      float v[8];
+      pick(v, e);
+      const int unit = 2 * warp + e, owner = unit % SPLITS;
+      const uint32_t to = remote(base + PARTS + (unit - owner + rank) * 1024 + lane * 16, owner), full = remote(base + FINAL_FULL, owner);
+      send4(to, v[0], v[1], v[2], v[3], full); send4(to + 512, v[4], v[5], v[6], v[7], full);
+    }
     const int token = token_of(p, item), head0 = first_head(p, item);
     wait_for_cluster(base + FINAL_FULL, 0);
     for (int first = SPLITS * warp; first + rank < UNITS; first += SPLITS * 8) {
-      const int unit = first + rank, n = (unit >> 1) % HEAD_TILES, w = unit / (2 * HEAD_TILES), head = 8 * n + 2 * t + (unit & 1);
+      const int unit = first + rank, w = unit / 2, head = 2 * t + (unit & 1);
       float4 x[SPLITS], low[SPLITS], high[SPLITS];
       float M = -INF, L = 0.f, T = -INF, v[8] = {0, 0, 0, 0, 0, 0, 0, 0};
 #pragma unroll
@@ -219,16 +209,11 @@ struct Values {
 #pragma unroll
         for (int i = 0; i < 4; i++)
 #pragma unroll
-          for (int n = 0; n < HEAD_TILES; n++)
-#pragma unroll
-            for (int e = 0; e < 4; e++) acc[i][n][e] = 0.f;
+          for (int e = 0; e < 4; e++) acc[i][e] = 0.f;
       } else if (work.moved()) {
+        const float2 f = load_float2(base + FACTORS + parity * HEAD_BYTES + 8 * t);
 #pragma unroll
-        for (int n = 0; n < HEAD_TILES; n++) {
-          const float2 f = load_float2(base + FACTORS + parity * HEAD_BYTES + (8 * n + 2 * t) * 4);
-#pragma unroll
-          for (int i = 0; i < 4; i++) { acc[i][n][0] *= f.x; acc[i][n][1] *= f.y; acc[i][n][2] *= f.x; acc[i][n][3] *= f.y; }
-        }
+        for (int i = 0; i < 4; i++) { acc[i][0] *= f.x; acc[i][1] *= f.y; acc[i][2] *= f.x; acc[i][3] *= f.y; }
       }
       add(work, ring, parity);
       const uint32_t weights_empty = base + WEIGHTS_EMPTY + 8 * parity;
