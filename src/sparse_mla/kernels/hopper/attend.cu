@@ -4,8 +4,8 @@
 //
 // Budget of a CTA (checked by tests/hopper/test_budget.py), of 64 / 32 / 16 heads:
 //   threads 512 / 640 / 640 = 2 warpgroups of values at 176 / 120 / 96 registers, 2 / 3 / 3 of scores at 80 / 80 / 96
-//   spills at most 80 bytes with FP8 output and without lse (else up to 174): what a token needs once, and for some pairs of records
-//   a word of every tile; a word or two with 32 heads, none with 16
+//   spills at most 80 bytes with FP8 output and without lse (else up to 174): what a token needs once, and for 13 of 25 pairs of
+//   records a word of every tile; at most 12 bytes with 32 heads, 40 with 16
 //   shared memory 232,448 bytes, all there is: query f16 64 / 32 / 2 x 16 KB, weights f16 2 x 8 / 3 x 4 / 3 x 2 KB, raw rows and
 //   f16 scales of 4 / 5 / 5 tiles (one less with 584-byte rows, and where scales lie apart and there is no room), the rest
 //   barriers, references and sums
