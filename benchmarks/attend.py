@@ -186,31 +186,46 @@ def measure(case: Case, with_peer: bool) -> common.Result:
         fp8=True, layout=Layout.CHUNK_INTERLEAVED, lse=False, max_logits=False
     )
     ours = common.time_launches([lambda call=call: attend(call, out) for call in calls])
-    theirs = None
-    if with_peer and case.compressed_keys % 64 == 0:
-        problem, calls = build(case, V4, V4)
-        body = peer.PeerDecode(
-            problem.q, calls[0].window, calls[0].compressed, problem.sink, problem.scale
-        )
-        theirs = common.time_launches(
-            [lambda call=call: body(call.window, call.compressed) for call in calls]
-        )
+    theirs = peer_microseconds(case) if with_peer and case.compressed_keys % 64 == 0 else None
+    return result_of(case, "triton", ours, theirs, head_commit())
+
+
+def peer_microseconds(case: Case) -> float:
+    """The peer's attention alone, on 584-byte rows; it pads fewer than 64 heads."""
+    problem, calls = build(case, V4, V4)
+    body = peer.PeerDecode(
+        problem.q, calls[0].window, calls[0].compressed, problem.sink, problem.scale
+    )
+    return common.time_launches(
+        [lambda call=call: body(call.window, call.compressed) for call in calls]
+    )
+
+
+def head_commit() -> str:
+    """The commit that is checked out, `unknown` outside a repository."""
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+    )
+    return commit.stdout.strip() or "unknown"
+
+
+def result_of(
+    case: Case, backend: str, ours: float, theirs: float | None, commit: str
+) -> common.Result:
+    """A case as it is kept; times in microseconds, the peer's if it ran."""
     keys = case.window_keys + case.compressed_keys
     read = case.tokens * (
         case.window_keys * case.window.row_bytes + case.compressed_keys * case.compressed.row_bytes
     )
     moved = read + case.tokens * case.heads * (1024 + 512 + 16)
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    )
     return common.Result(
         date=datetime.datetime.now(datetime.UTC).date().isoformat(),
-        commit=commit.stdout.strip() or "unknown",
+        commit=commit,
         gpu=torch.cuda.get_device_name(),
         torch=torch.__version__,
         triton=triton.__version__,
         op="attend",
-        backend="triton",
+        backend=backend,
         heads=case.heads,
         tokens=case.tokens,
         window_keys=case.window_keys,
