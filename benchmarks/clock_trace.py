@@ -34,7 +34,7 @@ TOKEN_ROLES: dict[str, dict[str, tuple[slice, tuple[str, ...]]]] = {
     "attend.cu": {
         "scores": (
             slice(8, 20),
-            ("half free", "free", "", "half", "half widened", "rest", "widened"),
+            ("half free", "free", "half", "half widened", "rest", "widened"),
         ),
         "values": (slice(0, 8), ("summed", "written")),
     },
@@ -94,8 +94,8 @@ EDITS: Edits = {
         ("", "    arrive_once(base + FULL + 8 * group);\n", SCORE_TILE.format(5)),
         ("", "      wait(base + SETTLED + 8 * group, (own & 1) ^ 1); // of this group's other warps\n", SCORE_TOKEN.format(0)),
         (SCORE_TOKEN.format(1), "    ask_rest(item, number, position);\n  }\n", ""),
-        ("", "    wait(base + query_raw(number, half), (number >> 1) & 1);\n", QUERY_HALF.format(3)),
-        ("", "    QueryRows(base, query_of(number), base + ANGLES + 256 * number, rows, l).widen(half, number, p.rotate_query);\n", QUERY_HALF.format(4)),
+        ("", "    wait(base + query_raw(number, half), (number >> 1) & 1);\n", QUERY_HALF.format(2)),
+        ("", "    QueryRows(base, query_of(number), base + ANGLES + 256 * number, rows, l).widen(half, number, p.rotate_query);\n", QUERY_HALF.format(3)),
     ),
     "attend_values.cuh": (
         (VALUE_TILE.format(0), "      wait(base + FULL + 8 * group, turn);\n", VALUE_TILE.format(1)),

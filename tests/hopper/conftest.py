@@ -76,17 +76,16 @@ class Emulator:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.libraries: dict[tuple[str, Variant], ctypes.CDLL] = {}
+        self.libraries: dict[Variant, ctypes.CDLL] = {}
 
-    def library(self, body: Body, variant: Variant) -> ctypes.CDLL:
+    def compiled(self, variant: Variant) -> ctypes.CDLL:
         """A variant of a source, compiled for the CPU."""
         if COMPILER is None:
             pytest.skip("g++ is not installed: the kernel cannot be emulated here")
-        key = body.file, variant
-        if key not in self.libraries:
+        if variant not in self.libraries:
             folder = self.folder / str(len(self.libraries))
             folder.mkdir()
-            (folder / "kernel.inc").write_text(kernel_text(body.source()))
+            (folder / "kernel.inc").write_text(kernel_text(variant.body.source()))
             macros = [f"-D{name}={value}" for name, value in variant.macros().items()]
             macros.append(f"-DCTA_THREADS={variant.threads}")
             flags = ["-O1", "-std=c++17", "-w", "-shared", "-fPIC", "-fno-strict-aliasing"]
@@ -98,8 +97,8 @@ class Emulator:
             if "_Float16" in done.stderr:
                 pytest.skip("this g++ has no _Float16: the kernel cannot be emulated here")
             assert done.returncode == 0, done.stderr
-            self.libraries[key] = ctypes.CDLL(str(target))
-        return self.libraries[key]
+            self.libraries[variant] = ctypes.CDLL(str(target))
+        return self.libraries[variant]
 
     def run(
         self,
@@ -127,7 +126,7 @@ class Emulator:
         arguments.zeros = ZEROS.data_ptr()
         items = call.num_tokens * head_blocks
         grid = items * splits if splits > 1 else min(items, ctas)
-        assert self.library(body, variant).emulate(ctypes.byref(arguments), grid, seed) == 0
+        assert self.compiled(variant).emulate(ctypes.byref(arguments), grid, seed) == 0
         made.copy_back()
 
     def attend(self, call: AttendCall, out: AttendOut, sms: int) -> list[tuple[str, int, int]]:
@@ -139,7 +138,7 @@ class Emulator:
         ) -> None:
             launches.append((variant.body.file, ctas, variant.splits))
             address = ctypes.c_void_p.from_address(arguments)
-            assert self.library(variant.body, variant).emulate(address, ctas, 1) == 0
+            assert self.compiled(variant).emulate(address, ctas, 1) == 0
 
         call, out, made = between_fences(call, out)
         with (

@@ -13,7 +13,7 @@ from sparse_mla.kernels.hopper import build
 from sparse_mla.kernels.hopper.bodies import FEW_HEADS, MANY_HEADS, SHARED_BYTES, Body
 from sparse_mla.kernels.hopper.build import Variant, source
 
-MAX_SPILL_BYTES = {False: 80, True: 174}  # by `with_lse`
+MAX_SPILL_BYTES = 80
 VARIANTS = {
     "mxfp8": Variant(MXFP8, MXFP8, 1, True, False, False),
     "mxfp8 lse": Variant(MXFP8, MXFP8, 1, True, True, False, with_lse=True),
@@ -29,6 +29,8 @@ VARIANTS = {
         MXFP8_PLANAR, V4, 8, False, True, False, head_tiles=2, with_lse=True, bf16_numbers=True
     ),
 }
+MORE_SPILL_BYTES = {VARIANTS["bf16 numbers"]: 144}
+"""What a variant may spill that needs more; it was 76 before there were blocks of other sizes, see docs/performance.md."""
 
 
 @pytest.fixture(scope="module", params=list(VARIANTS), ids=list(VARIANTS))
@@ -52,7 +54,7 @@ def test_registers_and_spills(variant: Variant, report: str) -> None:
     assert used is not None
     assert spills is not None
     assert int(used[1]) <= 65_536 // variant.threads
-    assert int(spills[1]) <= MAX_SPILL_BYTES[variant.with_lse], report
+    assert int(spills[1]) <= MORE_SPILL_BYTES.get(variant, MAX_SPILL_BYTES), report
 
 
 def test_products_are_not_serialised(report: str) -> None:

@@ -39,7 +39,7 @@ def test_edited_sources_compile(
         assert put_in > 0
         assert body.source().count(mark) == put_in
         (tmp_path / body.file[:-3]).mkdir()
-        variant = Variant(MXFP8, MXFP8, 1, True, True, False, body, head_tiles)
+        variant = Variant(MXFP8, MXFP8, 1, True, True, False, head_tiles)
         assert "registers" in ptxas(variant, tmp_path / body.file[:-3])
     assert set(edits) <= {
         name for body in (FEW_HEADS, MANY_HEADS) for name in (body.file, *body.headers)

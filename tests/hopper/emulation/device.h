@@ -85,8 +85,7 @@ static inline void fence_barriers() {}
 static inline void wait_for_launch_before() {}
 static inline void let_next_launch_begin() {}
 static inline void fence_async() {}
-template <int N> static inline void set_registers_up() {}
-template <int N> static inline void set_registers_down() {}
+template <int N, int BEFORE> static inline void take_registers() {}
 
 constexpr uint32_t SHARED_LIMIT = 232448;
 static inline uint8_t* at(uint32_t a, uint32_t n) {

@@ -65,7 +65,6 @@ static inline void arrive_once(uint32_t b) { arrive(b); }
 #else
 static inline void arrive_once(uint32_t b) { if (one_lane()) arrive(b); }
 #endif
-template <int N> static inline void take_registers() {}
 static inline int lane_number() { return cur->lane; }
 
 static inline void load_matrices(uint32_t (&x)[4], uint32_t a) {

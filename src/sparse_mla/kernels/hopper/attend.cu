@@ -84,7 +84,7 @@ constexpr int QUERY_FULL = QUERY_RAW + 32;    // [token parity 2]: with three gr
 constexpr int SUMS_READ = QUERY_FULL + 16;    // [token parity 2]
 constexpr int VALID = SUMS_READ + 16;         // [tile 8] u64, one bit a key
 constexpr int HOW = VALID + 64;               // [tile 8][8 rows] u8: 0 no tile, 1 window, 2 compressed set | 128: all of them exist
-constexpr int WHICH = HOW + 64;        // [tile, TILES] u32, see Walk::word
+constexpr int WHICH = HOW + 64;               // [tile, TILES] u32, see Walk::word
 constexpr int ITEM = WHICH + 4 * TILES;       // [tile, TILES] u32, token and heads
 constexpr int GREW = ITEM + 4 * TILES;        // [group] u32, sums must be rescaled
 constexpr int MET = GREW + 4 * GROUPS;        // [token, KEPT] u32, a tile had a key
@@ -144,10 +144,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend(const __grid_con
   wait_for_launch_before();
   let_next_launch_begin();
   if (group < 2) {
-    take_registers<VALUES_REGISTERS>();
+    take_registers<VALUES_REGISTERS, ENTRY_REGISTERS>();
     add_values(p, base, group, w, lane, rank, item0, item_step);
   } else {
-    take_registers<SCORES_REGISTERS>();
+    take_registers<SCORES_REGISTERS, ENTRY_REGISTERS>();
     Scores scores{p, query_map, base, group - 2, w, lane, lane >> 2, lane & 3, p.scale * LOG2E, {0.f, 0.f}, {0.f, 0.f}, false, 0, group - 2, 0, rank, item_step, false};
     scores.run(item0);
     if (SPLITS > 1) { cluster_arrive(); cluster_wait(); cluster_arrive(); cluster_wait(); }

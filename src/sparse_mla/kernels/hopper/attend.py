@@ -26,6 +26,7 @@ from sparse_mla.errors import UnsupportedError
 from sparse_mla.kernels.contract import HEAD_DIM, AttendCall, AttendOut, KeySet, Layout
 from sparse_mla.kernels.division import magic_division
 from sparse_mla.kernels.hopper.bodies import (
+    BF16_BLOCKS,
     BLOCKS,
     BODIES,
     HEADS_OF_A_TILE,
@@ -169,7 +170,7 @@ def variant_of(call: AttendCall, out: AttendOut, block: int, splits: int) -> Var
     `attend.cu` sums weights from before they are rounded for lse, and where they are bf16, whose 8 bits
     are too few for a sum.
     """
-    numbers, body = bf16_numbers(), BODIES[block]
+    numbers = bf16_numbers()
     return Variant(
         window=call.window.cache.record,
         compressed=(call.compressed or call.window).cache.record,
@@ -177,9 +178,8 @@ def variant_of(call: AttendCall, out: AttendOut, block: int, splits: int) -> Var
         fp8_output=out.is_fp8,
         out_chunked=out.layout is Layout.CHUNK_INTERLEAVED,
         with_max=out.max_logits is not None,
-        body=body,
         head_tiles=block // HEADS_OF_A_TILE,
-        with_lse=body is MANY_HEADS and (out.lse is not None or numbers),
+        with_lse=BODIES[block] is MANY_HEADS and (out.lse is not None or numbers),
         bf16_numbers=numbers,
     )
 
@@ -253,7 +253,7 @@ def _batch_invariant(call: AttendCall) -> bool:
 
 def _blocks() -> tuple[int, ...]:
     """Heads of the blocks that a call may run in."""
-    return tuple(n for n in BLOCKS if not bf16_numbers() or BODIES[n] is MANY_HEADS)
+    return BF16_BLOCKS if bf16_numbers() else BLOCKS
 
 
 def _block_heads(num_heads: int, num_tokens: int, *, invariant: bool) -> int:
@@ -350,6 +350,7 @@ def division(divisor: int) -> tuple[int, int]:
 
 def _pointer(tensor: Tensor | None, row: int = 0) -> int | None:
     """Where a row of a tensor begins."""
-    if tensor is None or row == 0:
-        return None if tensor is None else tensor.data_ptr()
-    return tensor.data_ptr() + row * tensor.stride(0) * tensor.element_size()
+    if tensor is None:
+        return None
+    begin = tensor.data_ptr()
+    return begin + row * tensor.stride(0) * tensor.element_size() if row else begin

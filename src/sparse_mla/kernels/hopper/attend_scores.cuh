@@ -3,7 +3,7 @@
 
 // ---------------------------------------------------------------- scores
 constexpr int OPERANDS = 3;      // widened keys of so many products at once
-constexpr bool ASKS_AHEAD = QUERIES == 2 && AHEAD >= GROUPS;   // the group's next tile is known
+static_assert(QUERIES == 1 || AHEAD >= GROUPS, "a group that asks ahead knows its next tile");
 
 struct Scores {
   const Args& p;
@@ -211,7 +211,7 @@ struct Scores {
     wait(base + WEIGHTS_EMPTY + 8 * group, (own & 1) ^ 1);
     wait_before(base + SETTLED);
     RawPosition position;
-    if (ASKS_AHEAD && w == 0) ask_ahead(number, position);
+    if (QUERIES == 2 && w == 0) ask_ahead(number, position);
     const bool met = !first && load_shared4(base + MET + 4 * kept);
     {
       float ref[HEADS / 4];
@@ -256,7 +256,7 @@ struct Scores {
     fence_async();
     __syncwarp();
     arrive_once(base + FULL + 8 * group);
-    if (ASKS_AHEAD && has_asked()) ask_angles((number + 1) & (TURNS - 1), position);
+    if (QUERIES == 2 && has_asked()) ask_angles((number + 1) & (TURNS - 1), position);
     own++;
     stage += GROUPS;
     if (stage >= STAGES) { stage -= STAGES; phase ^= 1; }

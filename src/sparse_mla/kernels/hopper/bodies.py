@@ -16,7 +16,7 @@ SOURCE_FOLDER = Path(__file__).parent
 SHARED_BYTES = 232_448
 """Dynamic shared memory of a CTA, what a multiprocessor has; the sources state the same number."""
 HEADS_OF_A_TILE = 8
-"""Blocks are of several tiles of heads."""
+"""A block is one tile of heads, or several."""
 MICROSECONDS: dict[int, dict[int, float]] = {
     8: {1: 6.3, 32: 10.2, 66: 12.4, 67: 15.3, 128: 17.4, 256: 30.9, 512: 53.6},
     16: {1: 8.9, 30: 11.1, 31: 12.0, 66: 13.9, 67: 17.4, 128: 19.1, 256: 34.0, 512: 62.5},
@@ -49,7 +49,6 @@ class Body:
     headers: tuple[str, ...]
     threads: tuple[tuple[int, int], ...]
     """(tiles of heads of a block, threads of a CTA)."""
-    shared_bytes: int  # dynamic shared memory of a CTA
     clusters_of_132: tuple[tuple[int, int], ...]
     """(CTAs of a cluster, clusters that are resident together on 132 multiprocessors), largest first (H200)."""
 
@@ -79,7 +78,6 @@ MANY_HEADS = Body(
         "attend_scores.cuh",
     ),
     ((2, 640), (4, 640), (8, 512)),
-    SHARED_BYTES,
     ((8, 15), (4, 30), (2, 66)),
 )
 FEW_HEADS = Body(
@@ -93,7 +91,6 @@ FEW_HEADS = Body(
         "few_heads_values.cuh",
     ),
     ((1, 640),),
-    SHARED_BYTES,
     ((8, 15), (4, 30), (3, 39), (2, 66)),
 )
 """Shared memory is what an SM has: the source fills it with tiles. Rows beyond the resident clusters start when others
@@ -101,6 +98,8 @@ are done: 32 tokens of 8 heads take 13.6 us in clusters of 3, 23.3 us in cluster
 
 BODIES = {8: FEW_HEADS, 16: MANY_HEADS, 32: MANY_HEADS, 64: MANY_HEADS}
 """Which source works on blocks of so many heads."""
+BF16_BLOCKS = tuple(block for block, body in BODIES.items() if body is MANY_HEADS)
+"""Blocks whose products can take bf16 numbers."""
 
 
 @functools.cache

@@ -14,7 +14,7 @@ import torch
 
 from sparse_mla.cache.records import MXFP8, MXFP8_PLANAR, NVFP4, NVFP4_PLANAR, V4, RecordFormat
 from sparse_mla.errors import UnsupportedError
-from sparse_mla.kernels.hopper.bodies import MANY_HEADS, Body
+from sparse_mla.kernels.hopper.bodies import BODIES, HEADS_OF_A_TILE, MANY_HEADS, SHARED_BYTES, Body
 from sparse_mla.settings import settings
 
 ARCHITECTURE = "sm_90a"
@@ -38,10 +38,14 @@ class Variant:
     fp8_output: bool
     out_chunked: bool  # chunk-interleaved output
     with_max: bool  # keeps the true maximum for `max_logits`
-    body: Body = MANY_HEADS  # the source it is compiled from
     head_tiles: int = 8  # tiles of 8 heads of a block
     with_lse: bool = False  # many heads: keeps sums of the weights before they are rounded
     bf16_numbers: bool = False  # many heads: operands of the products are bf16 instead of f16
+
+    @property
+    def body(self) -> Body:
+        """The source it is compiled from."""
+        return BODIES[self.head_tiles * HEADS_OF_A_TILE]
 
     @property
     def threads(self) -> int:
@@ -159,7 +163,7 @@ def function(variant: Variant, device_index: int) -> tuple[int, int]:
         module = _checked(driver.cuModuleLoadData(binary(variant)))
         kernel = _checked(driver.cuModuleGetFunction(module, ENTRY))
         attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-        _checked(driver.cuFuncSetAttribute(kernel, attribute, variant.body.shared_bytes))
+        _checked(driver.cuFuncSetAttribute(kernel, attribute, SHARED_BYTES))
         zeros = _checked(driver.cuModuleGetGlobal(module, ZEROS))
     return int(kernel), int(zeros)
 
@@ -171,7 +175,7 @@ def launch(kernel: int, variant: Variant, arguments: int, ctas: int, stream: int
     config = driver.CUlaunchConfig()
     config.gridDimX, config.gridDimY, config.gridDimZ = ctas, 1, 1
     config.blockDimX, config.blockDimY, config.blockDimZ = variant.threads, 1, 1
-    config.sharedMemBytes = variant.body.shared_bytes
+    config.sharedMemBytes = SHARED_BYTES
     config.hStream = stream
     attributes = _attributes(variant.splits, settings().overlap)
     config.attrs = list(attributes)

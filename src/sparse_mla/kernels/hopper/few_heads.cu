@@ -362,15 +362,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend(const __grid_con
   if (SPLITS > 1) cluster_arrive_relaxed();               // others may send from now on
   const float c1 = p.scale * LOG2E;
   if (warp < 8) {
-    set_registers_up<SCORE_REGISTERS>();
+    take_registers<SCORE_REGISTERS, ENTRY_REGISTERS>();
     Scores scores{p, base, warp, lane, lane >> 2, lane & 3, c1, GROWTH / c1};
     scores.run(rank, step);
   } else if (warp < 16) {
-    set_registers_down<VALUE_REGISTERS>();
+    take_registers<VALUE_REGISTERS, ENTRY_REGISTERS>();
     Values values{p, base, warp - 8, lane, lane >> 2, lane & 3, c1, 65536u / p.heads_per_group + 1};
     values.run(rank, step);
   } else {
-    set_registers_down<PRODUCER_REGISTERS>();
+    take_registers<PRODUCER_REGISTERS, ENTRY_REGISTERS>();
     produce(p, base, warp - 16, lane, rank, step, cursor, guess, guessed);
   }
   __syncwarp();

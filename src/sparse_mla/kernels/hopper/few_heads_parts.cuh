@@ -19,8 +19,6 @@ template <int ID> DI bool meet_or(bool x) {
 }
 // Until this thread's copies are done.
 DI void copies_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
-template <int N> DI void set_registers_up() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N)); }
-template <int N> DI void set_registers_down() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N)); }
 // d += a b for 16 rows x 8 columns x 16.
 DI void mma(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
   asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"

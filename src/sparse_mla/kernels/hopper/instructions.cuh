@@ -57,6 +57,11 @@ DI uint32_t pack_f16(float lo, float hi) { uint32_t r; asm("cvt.rn.f16x2.f32 %0,
 DI uint32_t pack_bf16(float lo, float hi) { uint32_t r; asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(hi), "f"(lo)); return r; }
 DI uint32_t pack_e4m3(float lo, float hi) { uint16_t r; asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(r) : "f"(hi), "f"(lo)); return r; }
 DI uint32_t remote(uint32_t a, int rank) { uint32_t d; asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(rank)); return d; }
+// Registers of a thread, instead of the BEFORE that it has at the start.
+template <int N, int BEFORE> DI void take_registers() {
+  if (N > BEFORE) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N));
+  if (N < BEFORE) asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N));
+}
 // Stores seen by now, of other threads too, come before what bulk copies and tensor cores do next.
 DI void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 // What launches before this one wrote is there, and what they read may be overwritten. Without overlap that is so at once.
