@@ -83,7 +83,9 @@ EDITS: Edits = {
     ),
     "attend.cu": (
         ("", "uint8_t zero_row[1024];", "\n" + STAMP),
-        ("", "  wait_for_launch_before();\n", "  stamp(warp, 63, 0);\n"),
+    ),
+    "attend_rows.cuh": (
+        ("", "    wait_for_launch_before();\n", "    stamp(warp, 63, 0);\n"),
     ),
     "attend_scores.cuh": (
         ("", "    float S[HEADS / 2];\n", SCORE_TILE.format(0)),

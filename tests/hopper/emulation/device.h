@@ -33,7 +33,6 @@ static inline int __float_as_int(float f) { int x; memcpy(&x, &f, 4); return x; 
 static inline int min(int a, int b) { return a < b ? a : b; }
 static inline int max(int a, int b) { return a > b ? a : b; }
 static inline uint32_t min(uint32_t a, uint32_t b) { return a < b ? a : b; }
-template <class T> static inline T __ldg(const T* p) { return *p; }
 static inline uint32_t __umulhi(uint32_t a, uint32_t b) { return (uint64_t)a * b >> 32; }
 static inline uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t s) {
   uint64_t v = ((uint64_t)b << 32) | a; uint32_t r = 0;
@@ -48,11 +47,15 @@ struct Copy { struct Block* cta; uint32_t to; std::vector<uint8_t> bytes; uint32
 struct Warp { int count = 0; int gen = 0; int op[2]; uint64_t in[2][32]; uint32_t frag[2][32][10]; float out[2][32][4]; };
 struct Block { uint8_t* mem; std::map<uint32_t, Barrier> bars; Named named[16]; std::vector<Warp> warps; int rank; };
 struct Dim { int x; };
-struct Fiber { ucontext_t ctx; void* stack; bool done = false; std::function<bool()> ready; Block* cta; Warp* warp; Dim tid, bid, gdim; int lane; int cluster_gen = 0; };
+struct Fiber { ucontext_t ctx; void* stack; bool done = false; std::function<bool()> ready; Block* cta; Warp* warp; Dim tid, bid, gdim; int lane; int cluster_gen = 0; bool waited = false; };
 extern Fiber* cur; extern ucontext_t sched; extern std::vector<Copy> copies; extern std::vector<Block*> cluster; extern int cluster_count, cluster_gen, total_threads, block_threads;
 #define threadIdx (cur->tid)
 #define blockIdx (cur->bid)
 #define gridDim (cur->gdim)
+// What the launch ahead writes is there for a thread that has waited for it.
+static inline void wait_for_launch_before() { cur->waited = true; }
+static inline void check_waited() { if (!cur->waited) fail("device memory before the launch ahead has ended, thread %d", cur->tid.x); }
+template <class T> static inline T __ldg(const T* p) { check_waited(); return *p; }
 static inline void until(std::function<bool()> f) { if (f()) return; cur->ready = f; swapcontext(&cur->ctx, &sched); }
 // All 32 lanes meet; the last one computes.
 template <class F> static inline int together(int op, uint64_t v, F compute) {
@@ -82,7 +85,6 @@ static inline void cluster_arrive() { cur->cluster_gen = cluster_gen; if (++clus
 static inline void cluster_arrive_relaxed() { cluster_arrive(); }
 static inline void cluster_wait() { const int g = cur->cluster_gen; until([=] { return cluster_gen != g; }); }
 static inline void fence_barriers() {}
-static inline void wait_for_launch_before() {}
 static inline void let_next_launch_begin() {}
 static inline void fence_async() {}
 template <int N, int BEFORE> static inline void take_registers() {}
@@ -119,6 +121,7 @@ static inline void arrive(uint32_t b) { Barrier& x = barrier_at(cur->cta, b); x.
 static inline void arrive_and_expect(uint32_t b, uint32_t bytes) { Barrier& x = barrier_at(cur->cta, b); x.tx += bytes; x.pending--; settle(x); }
 static inline void wait(uint32_t b, uint32_t parity) { Barrier* x = &barrier_at(cur->cta, b); until([=] { return x->phase != parity; }); }
 static inline void copy_row(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier) {
+  check_waited();
   if ((uintptr_t)from % 16 || to % 16 || bytes % 16) fail("unaligned row");
   const uint8_t* f = (const uint8_t*)from;
   copies.push_back({cur->cta, to, std::vector<uint8_t>(f, f + bytes), barrier, rand() % 40});
@@ -139,7 +142,7 @@ static inline void copies_land(bool all) {
     copies.erase(copies.begin() + i);
   }
 }
-template <int N> static inline void copy_async(uint32_t to, const void* from, int size = N) { if ((uintptr_t)from % N) fail("unaligned copy"); uint8_t* t = at(to, N); memset(t, 0, N); memcpy(t, from, size); }
+template <int N> static inline void copy_async(uint32_t to, const void* from, int size = N) { check_waited(); if ((uintptr_t)from % N) fail("unaligned copy"); uint8_t* t = at(to, N); memset(t, 0, N); memcpy(t, from, size); }
 static inline void copies_arrive(uint32_t b) { arrive(b); }
 static inline void copies_wait() {}
 

@@ -98,6 +98,7 @@ static inline void store_shared1(uint32_t a, uint32_t x) { put<uint8_t>(a, (uint
 static inline void copy_commit() {}
 template <int N> static inline void copy_wait() {}
 template <class A, class M> static inline void copy_query(const A& p, const M&, uint32_t to, int block, int head, int token, uint32_t barrier) {
+  check_waited();
   std::vector<uint8_t> box(HEAD_TILES * 1024);
   for (int h = 0; h < 8 * HEAD_TILES && head + h < p.heads; h++)
     for (int piece = 0; piece < 8; piece++) {

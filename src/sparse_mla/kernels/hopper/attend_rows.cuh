@@ -97,10 +97,11 @@ struct Lookup {
   // Tile number `warp` of the CTA, by a warp of values before all else. Slots are loaded together with the lengths, as if
   // all lists were full, and once more if that was wrong.
   DI void begin(int item0) const {
-    if (warp >= AHEAD) return;
     Walk s, guess;
     guess.list = 0; guess.left = 0;
     if (item0 < items()) place(guess, token_of(p, item0), span_of(p, p.a.width, p.b.width, rank), warp, 0);
+    wait_for_launch_before();
+    if (warp >= AHEAD) return;
     int slots[2];
     load_slots(guess, lane, slots);
     seek(s, item0, warp, 0);

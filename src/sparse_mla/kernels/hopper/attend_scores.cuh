@@ -332,6 +332,7 @@ struct Scores {
   DI void run(int item0) {
     const bool work = item0 < p.tokens * p.head_blocks, asks = work && group == 0 && w == 0;
     RawPosition position;
+    wait_for_launch_before();
     if (work) {
       float sink = -INF;
       if (asks) { ask_half(item0, 0, 0, 0); position = ask_position(p, token_of(p, item0)); }

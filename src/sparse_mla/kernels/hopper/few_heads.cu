@@ -330,17 +330,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend(const __grid_con
   const int warp = uniform(threadIdx.x >> 5), lane = __shfl_sync(~0u, threadIdx.x & 31, threadIdx.x & 31);
   const int rank = SPLITS == 1 ? 0 : blockIdx.x % SPLITS, step = gridDim.x / SPLITS, item = blockIdx.x / SPLITS;
   if (warp == 8 && token_of(p, item) < p.tokens) prefetch_lists(p, token_of(p, item), lane);
-  wait_for_launch_before();
-  let_next_launch_begin();
   // Loads that others wait for are under way while barriers are made.
   int guessed = -1;
   Cursor cursor, guess;
+  const int* from = nullptr;
+  if (warp >= 16) {
+    guess.enter(p, item, rank, p.a.width, p.b.width);
+    from = guess.slot_of(p, guess.at + number_of(warp - 16, lane), lane & 15);
+  }
+  wait_for_launch_before();
+  let_next_launch_begin();
   if (warp < 8) {
     if (warp == 0 || warp == 7) { ask_ahead(p, base, warp, lane, item, 0); copy_commit(); }
     ask_query(p, base + QUERY, item, warp, lane >> 2, lane & 3);
   } else if (warp >= 16) {
-    guess.enter(p, item, rank, p.a.width, p.b.width);
-    const int* from = guess.slot_of(p, guess.at + number_of(warp - 16, lane), lane & 15);
     if (from) guessed = __ldg(from);
     cursor.ask(p, item);
   }
