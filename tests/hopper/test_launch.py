@@ -44,6 +44,17 @@ def test_fewer_multiprocessors_split_less() -> None:
     assert hopper.choose_splits(MANY_HEADS, 40, 10, 78) == 1
 
 
+@pytest.mark.parametrize(
+    ("tokens", "heads", "first"),
+    [(1, 64, True), (256, 64, True), (257, 64, False), (512, 32, True), (513, 8, False)],
+)
+def test_rows_leave_the_l2_first_where_query_and_output_can_stay(
+    tokens: int, heads: int, first: bool
+) -> None:
+    policy = hopper.row_policy(tokens, heads)
+    assert policy == (hopper.EVICT_FIRST if first else hopper.EVICT_NORMAL)
+
+
 def test_batch_invariant_calls_are_never_shared_out() -> None:
     call = make_problem(tokens=1, heads=64, window_keys=128, compressed_keys=512).call()
     assert hopper.launches_of(call, 132) == ((range(1), 8, 8),)

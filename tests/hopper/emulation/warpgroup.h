@@ -107,6 +107,10 @@ template <class A, class M> static inline void copy_query(const A& p, const M&, 
     }
   copies.push_back({cur->cta, to, box, barrier, rand() % 40});
 }
-static inline void copy_row_together(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier) { together(29, to, nothing); if (cur->lane == 0) copy_row(to, from, bytes, barrier); }
+static inline void copy_row_together(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier, uint64_t policy) {
+  if (policy >> 60 != 1) fail("no policy of the L2: %llx", (unsigned long long)policy);
+  together(29, to, nothing);
+  if (cur->lane == 0) copy_row(to, from, bytes, barrier);
+}
 
 template <int HIGH> static inline uint32_t e4m3_pair(uint32_t w) { return HIGH ? e4m3_high(w) : e4m3_low(w); }

@@ -52,6 +52,7 @@ struct Args {
   int rotate_query, unrotate_output, query_chunked;
   float scale;
   const uint8_t* zeros;        // 1024 zero bytes
+  uint64_t row_policy;         // what the L2 does with rows; few_heads.cu lets it do as usual
 };
 
 // The position of a token as it is loaded, 0 without positions. Only `value` waits for it.

@@ -49,6 +49,12 @@ MAX_CACHE_BYTES = 2**35
 """Offsets of scales are 32-bit numbers of 8-byte units."""
 MAX_QUERY_STRIDE = 2**39
 """Strides of a tensor map are bytes below 2**40."""
+EVICT_NORMAL, EVICT_FIRST = 0x1000_0000_0000_0000, 0x12F0_0000_0000_0000
+"""What `createpolicy.fractional.L2` gives for all of the bytes."""
+KEPT_HEADS = 2**14
+"""Heads of all tokens whose query and output, 25 MB in FP8, stay in the L2 (50 MB) if rows leave it first."""
+DECODED_TOKENS = 512
+"""More are taken for a prompt, whose tokens name rows that others named before."""
 
 
 class _KeyArgs(ctypes.Structure):
@@ -95,6 +101,7 @@ class _Args(ctypes.Structure):
         ("query_chunked", ctypes.c_int),
         ("scale", ctypes.c_float),
         ("zeros", ctypes.c_void_p),
+        ("row_policy", ctypes.c_uint64),
     ]
 
 
@@ -232,6 +239,14 @@ def tiles_of(list_widths: Iterable[int]) -> int:
     return max(1, sum(-(-width // TILE_KEYS) for width in list_widths))
 
 
+def row_policy(num_tokens: int, num_heads: int) -> int:
+    """What the L2 does with the rows of a call: those that nobody reads again leave it before the query and the output,
+    which the kernels before and after this one share with it. Measured, see docs/performance.md.
+    """
+    few = num_tokens <= DECODED_TOKENS and num_tokens * num_heads <= KEPT_HEADS
+    return EVICT_FIRST if few else EVICT_NORMAL
+
+
 def choose_splits(body: Body, items: int, tiles: int, multiprocessors: int) -> int:
     """CTAs that share one row: the largest cluster of which all rows are resident at once.
 
@@ -316,6 +331,7 @@ def _arguments(
         unrotate_output=call.unrotate_output,
         query_chunked=call.query_layout is Layout.CHUNK_INTERLEAVED,
         scale=call.scale,
+        row_policy=row_policy(call.num_tokens, call.num_heads),
     )
 
 

@@ -157,7 +157,7 @@ struct Coming {
 #pragma unroll 1
         for (int i = 0; i < 8; i++) {
           const uint32_t u = uniform_least(load_shared4(at + 4 * i)), s = uniform_least(load_shared4(at + 4 * i - UNITS + SCALE_UNITS));
-          copy_row_together(to + i * R::PITCH + R::DATA, u == ~0u ? p.zeros : k.pages + (uint64_t)s * 8, R::SCALES, full);
+          copy_row_together(to + i * R::PITCH + R::DATA, u == ~0u ? p.zeros : k.pages + (uint64_t)s * 8, R::SCALES, full, p.row_policy);
         }
       }
     }
@@ -190,8 +190,8 @@ struct Coming {
 #pragma unroll 1
     for (int i = 0; i < 8; i++) {
       const uint32_t u = uniform_least(load_shared4(at + 4 * i));
-      copy_row_together(to + i * pitch(), u == ~0u ? p.zeros : pages + (uint64_t)u * 16, bytes(), full);
+      copy_row_together(to + i * pitch(), u == ~0u ? p.zeros : pages + (uint64_t)u * 16, bytes(), full, p.row_policy);
     }
   }
-  DI void copy(int i) const { if (live) copy_row_together(to + i * pitch(), pages + (uint64_t)units[i] * 16, bytes(), full); }
+  DI void copy(int i) const { if (live) copy_row_together(to + i * pitch(), pages + (uint64_t)units[i] * 16, bytes(), full, p.row_policy); }
 };

@@ -36,12 +36,12 @@ DI void copy_row(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
       ::"r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
 }
-// The same for all lanes of a warp, which call it with the same values; one of them copies.
-DI void copy_row_together(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier) {
+// The same for all lanes of a warp, which call it with the same values; one of them copies. `policy`: what the L2 does with the row.
+DI void copy_row_together(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier, uint64_t policy) {
   asm volatile(
       "{\n.reg .pred q;\nelect.sync _|q, 0xffffffff;\n"
-      "@q cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];\n}"
-      ::"r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
+      "@q cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;\n}"
+      ::"r"(to), "l"(from), "r"(bytes), "r"(barrier), "l"(policy) : "memory");
 }
 // 4, 8 or 16 bytes, of which `size` are copied and the rest is zero.
 template <int N> DI void copy_async(uint32_t to, const void* from, int size = N) {
