@@ -22,16 +22,19 @@ constexpr int WARP = 32;
 constexpr int WARP = 1;        // arrivals of a warp
 #endif
 
+// Where the row of a slot is, counted from the pages, modulo 2^32: page = umulhi(slot, page_mul) >> page_shift, 0 where pages have one row.
+struct Places {
+  uint32_t num_slots, page_mul, page_shift;
+  uint32_t slot_units, page_units;          // row at slot * slot_units + page * page_units, 16-byte units
+  uint32_t slot_scales, page_scales, first_scale;   // its scales at first_scale + .., 8-byte units
+};
 struct KeyArgs {
   const uint8_t* pages;        // first byte of page 0
   const int* indices;          // [T, width] slots
   const int* lengths;          // [T], may be null
   int64_t indices_stride;      // elements between rows of indices
-  int64_t page_stride;         // bytes
-  int64_t scale_base;          // bytes from a page to the scales of its row 0
-  uint32_t width, num_slots;
-  uint32_t page_rows, page_mul, page_shift;  // slot / page_rows = umulhi(slot, mul) >> shift; mul 0: page_rows is 1
-  uint32_t pad;
+  Places places;
+  uint32_t width, pad;
 };
 
 struct Args {

@@ -22,6 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from sparse_mla.cache.records import RecordFormat
 from sparse_mla.errors import UnsupportedError
 from sparse_mla.kernels.contract import HEAD_DIM, AttendCall, AttendOut, KeySet, Layout
 from sparse_mla.kernels.division import magic_division
@@ -57,19 +58,27 @@ DECODED_TOKENS = 512
 """More are taken for a prompt, whose tokens name rows that others named before."""
 
 
+class _Places(ctypes.Structure):
+    _fields_ = [
+        ("num_slots", ctypes.c_uint32),
+        ("page_mul", ctypes.c_uint32),
+        ("page_shift", ctypes.c_uint32),
+        ("slot_units", ctypes.c_uint32),
+        ("page_units", ctypes.c_uint32),
+        ("slot_scales", ctypes.c_uint32),
+        ("page_scales", ctypes.c_uint32),
+        ("first_scale", ctypes.c_uint32),
+    ]
+
+
 class _KeyArgs(ctypes.Structure):
     _fields_ = [
         ("pages", ctypes.c_void_p),
         ("indices", ctypes.c_void_p),
         ("lengths", ctypes.c_void_p),
         ("indices_stride", ctypes.c_int64),
-        ("page_stride", ctypes.c_int64),
-        ("scale_base", ctypes.c_int64),
+        ("places", _Places),
         ("width", ctypes.c_uint32),
-        ("num_slots", ctypes.c_uint32),
-        ("page_rows", ctypes.c_uint32),
-        ("page_mul", ctypes.c_uint32),
-        ("page_shift", ctypes.c_uint32),
         ("pad", ctypes.c_uint32),
     ]
 
@@ -337,21 +346,34 @@ def _arguments(
 
 def _key_arguments(keys: KeySet | None, readable: Tensor, first: int) -> _KeyArgs:
     if keys is None or keys.width == 0 or keys.cache.num_slots == 0:
-        return _KeyArgs(pages=readable.data_ptr(), page_rows=1)
+        return _KeyArgs(pages=readable.data_ptr())
     cache = keys.cache
-    mul, shift = division(cache.page_rows)
     return _KeyArgs(
         pages=cache.pages.data_ptr(),
         indices=_pointer(keys.indices, first),
         lengths=_pointer(keys.lengths, first),
         indices_stride=keys.indices.stride(0),
-        page_stride=cache.page_stride_bytes,
-        scale_base=cache.record.scale_base(cache.page_rows),
+        places=_places(cache.record, cache.page_rows, cache.page_stride_bytes, cache.num_slots),
         width=keys.width,
-        num_slots=min(cache.num_slots, 2**31 - 1),
-        page_rows=cache.page_rows,
+    )
+
+
+@functools.cache
+def _places(record: RecordFormat, page_rows: int, page_stride: int, num_slots: int) -> _Places:
+    """Pages of one row are taken for one page whose rows lie as far apart as they do. Numbers are modulo 2**32."""
+    mul, shift = division(page_rows)
+    row, scale = record.data_stride, record.scale_stride
+    if page_rows == 1:
+        row = scale = page_stride
+    return _Places(
+        num_slots=min(num_slots, 2**31 - 1),
         page_mul=mul,
         page_shift=shift,
+        slot_units=row // 16,
+        page_units=(page_stride - page_rows * row) // 16,
+        slot_scales=scale // 8,
+        page_scales=(page_stride - page_rows * scale) // 8,
+        first_scale=record.scale_base(page_rows) // 8,
     )
 
 

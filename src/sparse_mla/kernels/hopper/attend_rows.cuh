@@ -60,16 +60,16 @@ struct Lookup {
       if (lane < 8) store_shared1(base + HOW + 8 * tile + lane, 0);
       return;
     }
-    const KeyArgs& k = word & 1 ? p.b : p.a;
+    const Places k = word & 1 ? p.b.places : p.a.places;
     uint32_t valid[2];
 #pragma unroll
     for (int i = 0; i < 2; i++) {
       const int slot = i ? slot1 : slot0;
       const bool ok = (uint32_t)slot < k.num_slots;
-      const uint32_t page = page_of(k, ok ? slot : 0), row = (ok ? slot : 0) - page * k.page_rows;
+      const uint32_t page = page_of(k, slot);
       const uint32_t at = base + UNITS + stage * 256 + i * 128 + lane * 4;
-      store_shared4(at, ok ? page * (uint32_t)(k.page_stride >> 4) + row * (word & 1 ? B_ROW_UNITS : A_ROW_UNITS) : ~0u);
-      if (APART) store_shared4(at - UNITS + SCALE_UNITS, page * (uint32_t)(k.page_stride >> 3) + (uint32_t)(k.scale_base >> 3) + row * ((word & 1 ? B_SCALE_STRIDE : A_SCALE_STRIDE) / 8));
+      store_shared4(at, ok ? row_units(k, slot, page) : ~0u);
+      if (APART) store_shared4(at - UNITS + SCALE_UNITS, scale_units(k, slot, page));
       valid[i] = __ballot_sync(~0u, ok);
     }
     if (one_lane()) store_shared8(base + VALID + 8 * tile, valid[0], valid[1]);

@@ -247,10 +247,8 @@ DI void produce(const Args& p, uint32_t base, int w, int lane, int rank, int ste
     copy_commit();
     const bool compressed = number >= work.window();
     const KeyArgs& k = compressed ? p.b : p.a;
-    const bool ok = (uint32_t)slot < k.num_slots;
-    const uint32_t s = ok ? slot : 0, page = page_of(k, s), in_page = s - page * k.page_rows;
-    const uint32_t offset = page * (uint32_t)(k.page_stride >> 4) + in_page * (compressed ? B_ROW_UNITS : A_ROW_UNITS);
-    const uint32_t scale_offset = page * (uint32_t)(k.page_stride >> 3) + (uint32_t)(k.scale_base >> 3) + in_page * ((compressed ? B_SCALE_STRIDE : A_SCALE_STRIDE) / 8);
+    const bool ok = (uint32_t)slot < k.places.num_slots;
+    const uint32_t s = ok ? slot : 0, page = page_of(k.places, s), offset = row_units(k.places, s, page), scale_offset = scale_units(k.places, s, page);
     const uint32_t valid = __ballot_sync(~0u, ok), addresses = base + ADDRESSES + w * 256;
     const uint64_t address = (uint64_t)(ok ? k.pages + (uint64_t)offset * 16 : p.zeros);
     store_shared8(addresses + lane * 8, (uint32_t)address, (uint32_t)(address >> 32));

@@ -82,7 +82,9 @@ DI uint32_t least_f16(uint32_t a, uint32_t b) { uint32_t r; asm("min.f16x2 %0, %
 // ---------------------------------------------------------------- of both bodies
 DI int token_of(const Args& p, int item) { return p.block_mul ? __umulhi(item, p.block_mul) : item; }
 DI int first_head(const Args& p, int item) { return p.block_mul ? (item - token_of(p, item) * p.head_blocks) * 8 * HEAD_TILES : 0; }
-DI uint32_t page_of(const KeyArgs& k, uint32_t slot) { return k.page_mul ? __umulhi(slot, k.page_mul) >> k.page_shift : slot; }
+DI uint32_t page_of(const Places& k, uint32_t slot) { return __umulhi(slot, k.page_mul) >> k.page_shift; }
+DI uint32_t row_units(const Places& k, uint32_t slot, uint32_t page) { return slot * k.slot_units + page * k.page_units; }
+DI uint32_t scale_units(const Places& k, uint32_t slot, uint32_t page) { return k.first_scale + slot * k.slot_scales + page * k.page_scales; }
 // By one warp while the launch ahead of this one ends, to the L2: a token's slots (256 of each set), lengths and position. Nothing is read,
 // so all of it may still be written.
 DI void prefetch_lists(const Args& p, int token, int lane) {
