@@ -100,16 +100,20 @@ def test_the_least_time_chooses_the_block(heads: int, tokens: int, block: int) -
     assert block_heads(heads, tokens, batch_invariant=False) == block
 
 
-@pytest.mark.parametrize(
-    ("block", "rows", "microseconds"),
-    [
-        *((8, 1, 6.3), (8, 8, 6.3 + 7 / 31 * 3.9), (16, 66, 13.9), (16, 67, 17.4)),
-        *((16, 132, 19.1), (64, 133, 50.4), (64, 264, 50.4), (64, 528, 96.2)),
-        *((64, 529, 96.2 + 128 / 256 * 45.8), (8, 5280, 53.6 + 4608 / 256 * 22.7)),
-    ],
-)
-def test_times_between_and_beyond_the_entries(block: int, rows: int, microseconds: float) -> None:
-    assert estimated_microseconds(block, rows) == pytest.approx(microseconds)
+def test_times_between_and_beyond_the_entries() -> None:
+    few, many = MICROSECONDS[8], MICROSECONDS[64]
+    assert estimated_microseconds(8, 1) == few[1]
+    assert estimated_microseconds(8, 8) == pytest.approx(few[1] + 7 / 31 * (few[32] - few[1]))
+    assert [estimated_microseconds(64, rows) for rows in (66, 67, 132)] == [
+        many[66],
+        many[67],
+        many[128],
+    ]
+    assert [estimated_microseconds(64, rows) for rows in (133, 264)] == [many[256]] * 2
+    assert estimated_microseconds(64, 528) == many[512]
+    slope = (many[512] - many[256]) / 256
+    assert estimated_microseconds(64, 529) == pytest.approx(many[512] + 128 * slope)  # a round
+    assert estimated_microseconds(64, 5280) == pytest.approx(many[512] + 4608 * slope)
 
 
 def test_every_block_has_times_in_order() -> None:
