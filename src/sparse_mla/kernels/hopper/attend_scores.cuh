@@ -139,7 +139,7 @@ struct Scores {
       const float by[2] = {top[0] > limit ? top[0] - ABOVE : 0.f, top[1] > limit ? top[1] - ABOVE : 0.f};
       store_float2(references + mine(), was[0] + by[0], was[1] + by[1]);
       store_float2(base + RESCALE + group * TABLE + mine(), exp2_fast(-by[0]), exp2_fast(-by[1]));
-      if (WITH_MAX) {
+      if (WITH_MAX && owns()) {
         const uint32_t at = base + TRUE_MAX + kept * TABLE + mine();
         const float2 before = load_float2(at);
         store_float2(at, first ? top[0] + was[0] : fmaxf(top[0] + was[0], before.x), first ? top[1] + was[1] : fmaxf(top[1] + was[1], before.y));
@@ -160,6 +160,7 @@ struct Scores {
     const int c = HEAD_TILES == 8 ? 4 * (g8 & 1) + (g8 & 2) + (g8 >> 2) : HEAD_TILES == 4 ? 2 * (g8 & 1) + ((g8 >> 1) & 1) : g8 & 1;
     return (8 * c + 2 * t) * 4;
   }
+  DI bool owns() const { return HEAD_TILES == 8 || g8 < HEAD_TILES; }   // ... and is the one that reads and writes there
   // Of N numbers of every lane and of those of the lane whose number differs in bit BIT: each of the two keeps a half, or, where two are left, both.
   template <bool MAXIMUM, int BIT, int N> DI static void halve(const float (&v)[N], float (&half)[N > 2 ? N / 2 : 2], int lane) {
 #pragma unroll
@@ -180,7 +181,7 @@ struct Scores {
   // The sums of the group's warps, one after the other.
   DI void add_sums(uint32_t at) const {
     for (int x = 0; x < 4; x++) {
-      if (w == x && (HEAD_TILES == 8 || g8 < HEAD_TILES)) {
+      if (w == x && owns()) {
         const float2 before = x ? load_float2(at) : make_float2(0.f, 0.f);
         store_float2(at, before.x + sum[0], before.y + sum[1]);
       }
