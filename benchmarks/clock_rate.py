@@ -23,30 +23,34 @@ DI unsigned long long nanoseconds() {
   asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(r) :: "memory");
   return r;
 }"""
-BEGIN = "  const unsigned long long clocks_before = clock64(), time_before = nanoseconds();\n"
+BEGIN = """    if (threadIdx.x == {thread}) {{
+      atomicAdd(ticks, 0ull - clock64());
+      atomicAdd(ticks + 1, 0ull - nanoseconds());
+    }}
+"""
 END = """    if (threadIdx.x == {thread}) {{
-      atomicAdd(ticks, clock64() - clocks_before);
-      atomicAdd(ticks + 1, nanoseconds() - time_before);
+      atomicAdd(ticks, 0ull + clock64());
+      atomicAdd(ticks + 1, nanoseconds());
       atomicAdd(ticks + 2, 1ull);
     }}
 """
 EDITS: Edits = {
     "few_heads.cu": (
         ("", "uint8_t zero_row[1024];", "\n" + TICKS),
-        ("", "  wait_for_launch_before();\n", BEGIN),
+        ("", "  wait_for_launch_before();\n", BEGIN.format(thread=256)),
         ("", "    values.run(rank, step);\n", END.format(thread=256)),
     ),
     "attend.cu": (
         ("", "uint8_t zero_row[1024];", "\n" + TICKS),
-        (BEGIN, "  if (group < 2) {\n", ""),
         (
             "",
             "    add_values(p, base, group, w, lane, rank, item0, item_step);\n",
             END.format(thread=0),
         ),
     ),
+    "attend_rows.cuh": (("", "    wait_for_launch_before();\n", BEGIN.format(thread=0)),),
 }
-"""Where a warp of values begins and has stored its last output."""
+"""Where a warp of values begins, the launch ahead being over, and has stored its last output."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -332,7 +332,7 @@ DI void add_values(const Args& p, uint32_t base, int g, int w, int lane, int ran
   NextTile next = next_tile(base, 0);
 #pragma unroll 1
   for (int i = 0; i < AHEAD; i++) {
-    // The others are asked for when the first is there: at the start every CTA waits for device memory.
+    // Those after the first GROUPS - 1 are asked for when the first is there: at the start every CTA waits for device memory.
     if (i == GROUPS - 1 && next.exists()) wait(base + RAW_FULL, 0);
     coming.look(base, i, i, slab);
     coming.start(base, i, slab);
