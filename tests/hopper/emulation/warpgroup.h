@@ -112,5 +112,9 @@ static inline void copy_row_together(uint32_t to, const void* from, uint32_t byt
   together(29, to, nothing);
   if (cur->lane == 0) copy_row(to, from, bytes, barrier);
 }
+static inline void copy_two_rows_together(uint32_t to0, uint32_t to1, const void* from0, const void* from1, uint32_t bytes, uint32_t barrier, uint64_t policy) {
+  copy_row_together(to0, from0, bytes, barrier, policy);
+  copy_row_together(to1, from1, bytes, barrier, policy);
+}
 
 template <int HIGH> static inline uint32_t e4m3_pair(uint32_t w) { return HIGH ? e4m3_high(w) : e4m3_low(w); }

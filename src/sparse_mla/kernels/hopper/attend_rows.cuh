@@ -55,7 +55,7 @@ struct Lookup {
   DI void note(uint32_t tile, int stage, uint32_t word, int item, int slot0, int slot1) const {
     const uint32_t place = tile & (TILES - 1);
     tile &= 7;
-    if (one_lane()) { store_shared4(base + WHICH + 4 * place, word); store_shared4(base + ITEM + 4 * place, item); }
+    if (one_lane()) store_shared8(base + WHICH + 8 * place, word, item);
     if ((word & 3) == 2) {
       if (lane < 8) store_shared1(base + HOW + 8 * tile + lane, 0);
       return;
@@ -128,7 +128,7 @@ struct Lookup {
   }
 };
 
-// The rows of a tile to come that this warp copies: 8 of them, one at a time between its products; all at once if one
+// The rows of a tile to come that this warp copies: 8 of them, two at a time between its products; all at once if one
 // of them does not exist.
 struct Coming {
   const Args& p;
@@ -193,5 +193,10 @@ struct Coming {
       copy_row_together(to + i * pitch(), u == ~0u ? p.zeros : pages + (uint64_t)u * 16, bytes(), full, p.row_policy);
     }
   }
-  DI void copy(int i) const { if (live) copy_row_together(to + i * pitch(), pages + (uint64_t)units[i] * 16, bytes(), full, p.row_policy); }
+  // Rows 2 i and 2 i + 1.
+  DI void copy(int i) const {
+    const uint32_t row = to + 2 * i * pitch();
+    const uint8_t *from0 = pages + (uint64_t)units[2 * i] * 16, *from1 = pages + (uint64_t)units[2 * i + 1] * 16;
+    if (live) copy_two_rows_together(row, row + pitch(), from0, from1, bytes(), full, p.row_policy);
+  }
 };

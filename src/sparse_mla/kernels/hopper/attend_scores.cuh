@@ -2,7 +2,8 @@
 #pragma once
 
 // ---------------------------------------------------------------- scores
-constexpr int OPERANDS = 3;      // widened keys of so many products at once
+constexpr int TOGETHER = HEAD_TILES == 8 ? 1 : 2;   // products that are issued at once; 64 heads leave no registers for two
+constexpr int OPERANDS = TOGETHER == 1 ? 3 : 2;     // widened keys of so many times as many are kept
 static_assert(QUERIES == 1 || AHEAD >= GROUPS, "a group that asks ahead knows its next tile");
 
 struct Scores {
@@ -63,7 +64,7 @@ struct Scores {
       else d[r] = load_shared16(from + 64 * B + (KIND == KIND_V4 && B == 7 ? 32 : 16) * t);
     }
   }
-  template <int KIND, int B> DI void block(float (&S)[HEADS / 2], uint32_t (&A)[OPERANDS][4], uint4 (&d)[2], uint32_t row, uint32_t scales, uint32_t query_at) const {
+  template <int KIND, int B> DI void block(float (&S)[HEADS / 2], uint32_t (&A)[OPERANDS][4 * TOGETHER], uint4 (&d)[2], uint32_t row, uint32_t scales, uint32_t query_at) const {
     constexpr bool BF16 = KIND == KIND_V4 && B == 7;
     uint32_t pair = 0;
     if (!BF16) pair = load_shared4(scales + (B & 1) * (KIND == KIND_NVFP4 ? 4 : 2) * PART + (B >> 1) * 32);
@@ -72,15 +73,20 @@ struct Scores {
     const uint32_t sc0 = __byte_perm(pair, 0, 0x1010), sc1 = __byte_perm(pair, 0, 0x3232);
     const uint64_t query = dim_major(query_at) + B * (BLOCK >> 4);
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
-      uint32_t* a = A[(4 * B + i) % OPERANDS];
-      if (4 * B + i >= OPERANDS) mma_wait<OPERANDS - 1>();    // the product that reads them
-      if (QUERIES == 1 && 4 * B + i == 15 + OPERANDS) arrive_once(base + HALF_READ + 8 * group);
-      widen<KIND, B>(a[0], a[2], i, d[0], sc0);
-      widen<KIND, B>(a[1], a[3], i, d[1], sc1);
-      if (BF16 && i == 1) read_block<KIND, B>(d, row + 16);   // the second half, early: it arrives while the product is issued
+    for (int i = 0; i < 4; i += TOGETHER) {
+      const int number = (4 * B + i) / TOGETHER;
+      uint32_t* a = A[number % OPERANDS];
+      if (number >= OPERANDS) mma_wait<OPERANDS - 1>();       // the products that read them
+      if (QUERIES == 1 && number == 16 / TOGETHER + OPERANDS - 1) arrive_once(base + HALF_READ + 8 * group);
+#pragma unroll
+      for (int x = 0; x < TOGETHER; x++) {
+        widen<KIND, B>(a[4 * x], a[4 * x + 2], i + x, d[0], sc0);
+        widen<KIND, B>(a[4 * x + 1], a[4 * x + 3], i + x, d[1], sc1);
+        if (BF16 && i + x == 1) read_block<KIND, B>(d, row + 16);   // the second half, early: it arrives while the product is issued
+      }
       mma_fence();
-      keys_mma<0>(S, a, query + 2 * i, B > 0 || i > 0);
+#pragma unroll
+      for (int x = 0; x < TOGETHER; x++) keys_mma<0>(S, a + 4 * x, query + 2 * (i + x), B > 0 || i + x > 0);
       mma_commit();
     }
     if constexpr (B < 7) block<KIND, B + 1>(S, A, next, row, scales, query_at);
@@ -198,27 +204,31 @@ struct Scores {
     wait(base + RAW_FULL + 8 * stage, phase);
     {
       const uint32_t row = raw + row_at<KIND>(key()), scales = raw + scales_at<KIND>() + w * 128 + g8 * 4;
-      uint32_t A[OPERANDS][4];
+      uint32_t A[OPERANDS][4 * TOGETHER];
       uint4 d[2];
       read_block<KIND, 0>(d, row);
       widen_scales<KIND>(row, scales + t * 32);
       __syncwarp();
       block<KIND, 0>(S, A, d, row, scales + (KIND == KIND_NVFP4 ? t : t >> 1) * PART, query_of(number));
     }
-    mma_wait<0>();
+    // What the weights need is asked for while the last products run.
     place_lane();
     const uint32_t bits = load_shared4(base + VALID + 8 * (ring() & 7) + (g8 & 4)) >> (key() & 31);
     const bool ok0 = bits & 1, ok1 = bits & 256;
     wait(base + WEIGHTS_EMPTY + 8 * group, (own & 1) ^ 1);
     wait_before(base + SETTLED);
+    const bool met = !first && load_shared4(base + MET + 4 * kept);
+    mma_wait<0>();
     RawPosition position;
     if (QUERIES == 2 && w == 0) ask_ahead(number, position);
-    const bool met = !first && load_shared4(base + MET + 4 * kept);
-    {
+    if (met) {
       float ref[HEADS / 4];
-      read_references(ref, kept, met);
+      read_references(ref, kept, true);
 #pragma unroll
       for (int x = 0; x < HEADS / 2; x++) S[x] = fmaf(S[x], c1, -ref[2 * (x >> 2) + (x & 1)]);
+    } else {
+#pragma unroll
+      for (int x = 0; x < HEADS / 2; x++) S[x] *= c1;
     }
     float add[2];
     bool grew = false;
@@ -304,7 +314,7 @@ struct Scores {
     const uint32_t place = (ring() + GROUPS) & (TILES - 1), word = word_at(place), next = (number + 1) & (TURNS - 1);
     asked = word & 4 && ((word >> 6) & (TURNS - 1)) == next;
     if (!asked) return;
-    const int item = load_shared4(base + ITEM + 4 * place);
+    const int item = item_at(place);
     position = ask_position(p, token_of(p, item));
     ask_half(item, next, 0, 0);
     ask_half(item, next, 1, wants_angles() ? 256 : 0);
@@ -329,7 +339,8 @@ struct Scores {
     lookup().next(ring(), group, freed);
   }
   DI Lookup lookup() const { return {p, base, 0, lane, rank, item_step}; }
-  DI uint32_t word_at(uint32_t place) const { return __shfl_sync(~0u, load_shared4(base + WHICH + 4 * (place & (TILES - 1))), 0); }
+  DI uint32_t word_at(uint32_t place) const { return __shfl_sync(~0u, load_shared4(base + WHICH + 8 * (place & (TILES - 1))), 0); }
+  DI int item_at(uint32_t place) const { return load_shared4(base + WHICH + 8 * (place & (TILES - 1)) + 4); }
   DI void run(int item0) {
     const bool work = item0 < p.tokens * p.head_blocks, asks = work && group == 0 && w == 0;
     RawPosition position;
@@ -342,7 +353,7 @@ struct Scores {
       if (group == 1) store_float(base + SINKS + (32 * w + lane) * 4, sink * LOG2E);
     }
     __syncthreads();
-    if (work && (word_at(0) & 3) != 2 && (int)load_shared4(base + ITEM) == item0) {
+    if (work && (word_at(0) & 3) != 2 && item_at(0) == item0) {
       if (asks) ask_rest(item0, 0, position);           // after the slots, and about when the first rows are asked for
     } else if (work) {
       // What was asked for is of no use: the first row has no keys. The barrier is brought back to where it was.
@@ -350,7 +361,7 @@ struct Scores {
         wait(base + QUERY_RAW, 0);
         if (one_lane()) arrive(base + QUERY_RAW);
         __syncwarp();
-        if ((word_at(0) & 3) != 2) ask_query(load_shared4(base + ITEM), 0);
+        if ((word_at(0) & 3) != 2) ask_query(item_at(0), 0);
       }
       scores_sync();
     }
@@ -371,7 +382,7 @@ struct Scores {
         } else if (!follows) {
           wait(base + SETTLED + 8 * group_before(2), parity_before(2));   // the token two before has had its query, which waited for the same barriers
         }
-        if (w == 0 && (own || group)) ask_query(load_shared4(base + ITEM + 4 * (ring() & (TILES - 1))), number);
+        if (w == 0 && (own || group)) ask_query(item_at(ring()), number);
       }
       if (w == 0 && exists) look_up();                  // while the query comes
       if (rest && !rest_first) widen_rest();

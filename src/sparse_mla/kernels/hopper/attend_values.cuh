@@ -313,7 +313,8 @@ struct NextTile {
   DI bool last() const { return word & 32; }   // of its token
 };
 DI NextTile next_tile(uint32_t base, uint32_t tile) {
-  return {__shfl_sync(~0u, load_shared4(base + WHICH + 4 * (tile & (TILES - 1))), 0), (int)__shfl_sync(~0u, load_shared4(base + ITEM + 4 * (tile & (TILES - 1))), 0)};
+  const uint2 x = load_shared8(base + WHICH + 8 * (tile & (TILES - 1)));
+  return {__shfl_sync(~0u, x.x, 0), (int)__shfl_sync(~0u, x.y, 0)};
 }
 
 DI void add_values(const Args& p, uint32_t base, int g, int w, int lane, int rank, int item0, int item_step) {
@@ -337,7 +338,7 @@ DI void add_values(const Args& p, uint32_t base, int g, int w, int lane, int ran
     coming.look(base, i, i, slab);
     coming.start(base, i, slab);
 #pragma unroll
-    for (int row = 0; row < 8; row++) coming.copy(row);   // from registers: a loop takes 150 clocks a row
+    for (int i = 0; i < 4; i++) coming.copy(i);   // from registers: a loop takes 150 clocks a row
   }
   for (int item = item0; item < items; item += item_step) {
     const int token = token_of(p, item), head0 = first_head(p, item);
@@ -376,13 +377,9 @@ DI void add_values(const Args& p, uint32_t base, int g, int w, int lane, int ran
         if (step == 0) {
           wait(base + WEIGHTS_EMPTY + 8 * group_before, group ? turn : turn ^ 1);   // the tile before, whose rows were in the stage
           coming.start(base, freed, slab);
-        } else {
-          coming.copy(step - 1);
         }
-        if (step == 7) {
-          coming.copy(7);
-          next = next_tile(base, done + 1);
-        }
+        if (step & 1) coming.copy(step >> 1);
+        if (step == 7) next = next_tile(base, done + 1);
       };
       if (A_KIND == B_KIND || !tile.compressed()) add_tile<A_KIND>(s, acc, raw, weights, number == 0, side);
       else add_tile<B_KIND>(s, acc, raw, weights, number == 0, side);

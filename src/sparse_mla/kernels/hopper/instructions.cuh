@@ -43,6 +43,14 @@ DI void copy_row_together(uint32_t to, const void* from, uint32_t bytes, uint32_
       "@q cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;\n}"
       ::"r"(to), "l"(from), "r"(bytes), "r"(barrier), "l"(policy) : "memory");
 }
+// Two rows of as many bytes: one choice of a lane less.
+DI void copy_two_rows_together(uint32_t to0, uint32_t to1, const void* from0, const void* from1, uint32_t bytes, uint32_t barrier, uint64_t policy) {
+  asm volatile(
+      "{\n.reg .pred q;\nelect.sync _|q, 0xffffffff;\n"
+      "@q cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%2], %4, [%5], %6;\n"
+      "@q cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%1], [%3], %4, [%5], %6;\n}"
+      ::"r"(to0), "r"(to1), "l"(from0), "l"(from1), "r"(bytes), "r"(barrier), "l"(policy) : "memory");
+}
 // 4, 8 or 16 bytes, of which `size` are copied and the rest is zero.
 template <int N> DI void copy_async(uint32_t to, const void* from, int size = N) {
   if (N == 16) asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(size) : "memory");
