@@ -193,10 +193,10 @@ struct Coming {
       copy_row_together(to + i * pitch(), u == ~0u ? p.zeros : pages + (uint64_t)u * 16, bytes(), full, p.row_policy);
     }
   }
-  // Rows 2 i and 2 i + 1.
-  DI void copy(int i) const {
-    const uint32_t row = to + 2 * i * pitch();
-    const uint8_t *from0 = pages + (uint64_t)units[2 * i] * 16, *from1 = pages + (uint64_t)units[2 * i + 1] * 16;
+  // Two neighbouring rows, `pair` of 4.
+  DI void copy(int pair) const {
+    const uint32_t row = to + 2 * pair * pitch();
+    const uint8_t *from0 = pages + (uint64_t)units[2 * pair] * 16, *from1 = pages + (uint64_t)units[2 * pair + 1] * 16;
     if (live) copy_two_rows_together(row, row + pitch(), from0, from1, bytes(), full, p.row_policy);
   }
 };

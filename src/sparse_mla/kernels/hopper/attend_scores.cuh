@@ -3,7 +3,7 @@
 
 // ---------------------------------------------------------------- scores
 constexpr int TOGETHER = HEAD_TILES == 8 ? 1 : 2;   // products that are issued at once; 64 heads leave no registers for two
-constexpr int OPERANDS = TOGETHER == 1 ? 3 : 2;     // widened keys of so many times as many are kept
+constexpr int OPERANDS = TOGETHER == 1 ? 3 : 2;     // so many times TOGETHER, widened keys are kept
 static_assert(QUERIES == 1 || AHEAD >= GROUPS, "a group that asks ahead knows its next tile");
 
 struct Scores {

@@ -338,7 +338,7 @@ DI void add_values(const Args& p, uint32_t base, int g, int w, int lane, int ran
     coming.look(base, i, i, slab);
     coming.start(base, i, slab);
 #pragma unroll
-    for (int i = 0; i < 4; i++) coming.copy(i);   // from registers: a loop takes 150 clocks a row
+    for (int pair = 0; pair < 4; pair++) coming.copy(pair);   // from registers: a loop takes 150 clocks a row
   }
   for (int item = item0; item < items; item += item_step) {
     const int token = token_of(p, item), head0 = first_head(p, item);
