@@ -23,7 +23,7 @@ from sparse_mla.cache.records import MXFP8, NVFP4, V4
 from sparse_mla.kernels.contract import AttendCall, AttendOut, Layout
 from sparse_mla.kernels.hopper import attend as hopper
 from sparse_mla.kernels.hopper import build as builder
-from sparse_mla.kernels.hopper.bodies import SOURCE_FOLDER, Body
+from sparse_mla.kernels.hopper.bodies import FEW_HEADS, SOURCE_FOLDER, Body
 from sparse_mla.testing.compare import HOPPER_BODY, assert_matches_oracle
 
 RECORDS = {"mxfp8": (MXFP8, MXFP8), "nvfp4": (MXFP8, NVFP4), "v4": (V4, V4)}
@@ -31,6 +31,7 @@ CHECKED_TOKENS = ((5, True), (9, False), (300, False))
 """(tokens, batch-invariant): few rows, rows that are split, more rows than multiprocessors and a rest of their rounds."""
 REPEATS = 20
 LANDED_SOURCE = Body.source
+LANDED_THREADS = Body.threads_of
 
 
 def case_of(text: str) -> Case:
@@ -42,9 +43,20 @@ def case_of(text: str) -> Case:
     return Case(int(found[2]), int(found[1]), window, compressed, 128, int(found[4] or 512))
 
 
+def threads_of_few_heads(folder: Path) -> int:
+    """Threads of a CTA of `few_heads.cu`, as the one in this folder says."""
+    found = re.search(r"\bTHREADS = (\d+);", (folder / FEW_HEADS.file).read_text())
+    assert found is not None
+    return int(found[1])
+
+
 def use(folder: Path) -> None:
     """Launches take the sources of this folder from now on."""
+    few = threads_of_few_heads(folder)
     Body.source = lambda body: LANDED_SOURCE(body, folder)  # type: ignore[method-assign]
+    Body.threads_of = (  # type: ignore[method-assign]
+        lambda body, tiles: few if body is FEW_HEADS else LANDED_THREADS(body, tiles)
+    )
     builder.function.cache_clear()
 
 
