@@ -148,3 +148,29 @@ def test_a_partly_filled_block_writes_nothing_behind_its_heads(splits: int, emul
     assert_matches_oracle(problem.call(), out, HOPPER_BODY)
     for whole in (guarded.data, guarded.lse, guarded.max_logits):
         assert bool(whole[2:].isnan().all())
+
+
+@pytest.mark.parametrize("short", [10, 30])
+def test_producers_stay_together_over_many_short_tokens(short: int, emulator: Any) -> None:
+    """Those that copy no block of a short token must not be a round ahead at the next long one."""
+    window_lengths = ([short] * 40 + [128] * 3) * 2
+    problem = make_problem(
+        tokens=len(window_lengths), heads=8, window_keys=128, compressed_keys=None
+    )
+    call = problem.call()
+    lengths = torch.tensor(window_lengths, dtype=torch.int32)
+    call = replace(call, window=replace(call.window, lengths=lengths))
+    for seed in range(2):
+        out = problem.allocate_out(fp8=True, max_logits=False)
+        emulator.run(FEW_HEADS, call, out, ctas=1, seed=seed, block=8)
+        assert_matches_oracle(call, out, HOPPER_BODY)
+
+
+@pytest.mark.parametrize("seed", [4, 7, 9])
+def test_sinks_stay_until_a_late_warp_has_read_them(seed: int, emulator: Any) -> None:
+    """Tokens of one tile follow one another, each with other heads than the one two before."""
+    problem = make_problem(tokens=8, heads=40, window_keys=16, compressed_keys=None)
+    problem = replace(problem, sink=torch.linspace(-8, 12, 40))
+    out = problem.allocate_out(lse=False, max_logits=False)
+    emulator.run(FEW_HEADS, problem.call(), out, ctas=1, seed=seed, block=8)
+    assert_matches_oracle(problem.call(), out, HOPPER_BODY)

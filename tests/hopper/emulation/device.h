@@ -80,6 +80,7 @@ static inline bool gather(int id, int threads, bool x) {
 }
 static inline void __syncthreads() { gather(0, block_threads, false); }
 template <int ID> static inline void meet() { gather(ID, 256, false); }
+static inline void meet_producers() { gather(2, 128, false); }
 template <int ID> static inline bool meet_or(bool x) { return gather(ID, 256, x); }
 static inline void cluster_arrive() { cur->cluster_gen = cluster_gen; if (++cluster_count == total_threads) { cluster_count = 0; cluster_gen++; } }
 static inline void cluster_arrive_relaxed() { cluster_arrive(); }

@@ -292,7 +292,6 @@ struct Scores {
       const uint2 lengths = load_shared8(base + LENGTHS + (n & 1) * 8);
       cursor.enter(p, item, rank, p.a.lengths ? lengths.x : p.a.width, p.b.lengths ? lengths.y : p.b.width);
       if (warp == 0 || warp == 7) ask_ahead(p, base, warp, lane, item + step, n + 1);
-      if (warp == 1 && SPLITS == 1) ask_sinks(p, base, lane, item, n);
       q.load(base + QUERY, lane);
 #pragma unroll
       for (int e = 0; e < 2; e++) { m[e] = -INF; l[e] = 0.f; top[e] = -INF; }
@@ -301,6 +300,7 @@ struct Scores {
       do {
         work = cursor.take();
         wait(base + WEIGHTS_EMPTY + 8 * parity, round);
+        if (tiles == 0 && warp == 1 && SPLITS == 1) ask_sinks(p, base, lane, item, n);   // now the values are done with those of token n - 2
         tile(work, tiles == 0, ring, parity);
         tiles++;
         // By now everyone has loaded the query, and the position asked for above should be there.
