@@ -14,7 +14,7 @@ import torch
 from sparse_mla.kernels.contract import Layout
 from sparse_mla.kernels.hopper.bodies import BODIES, FEW_HEADS, MANY_HEADS
 from sparse_mla.testing.compare import HOPPER_BODY, assert_matches_oracle
-from sparse_mla.testing.inputs import make_problem
+from sparse_mla.testing.inputs import AttendProblem, make_problem
 
 STANDARD, CHUNKED = Layout.STANDARD, Layout.CHUNK_INTERLEAVED
 RAGGED: dict[str, Any] = {"lengths": "random", "hole_probability": 0.1, "beyond_probability": 0.05}
@@ -79,6 +79,13 @@ def test_a_row_has_the_bits_of_the_row_alone(block: int, emulator: Any) -> None:
             assert torch.equal(getattr(whole, name)[row : row + 1], getattr(alone, name)), name
 
 
+def window_problem(lengths: list[int], heads: int) -> AttendProblem:
+    """Tokens that have so many keys of the window each, at most 130, and no others."""
+    problem = make_problem(tokens=len(lengths), heads=heads, window_keys=130, compressed_keys=None)
+    window = replace(problem.window, lengths=torch.tensor(lengths, dtype=torch.int32))
+    return replace(problem, window=window)
+
+
 @pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize("lengths", ["zero", "random"])
 def test_other_records_and_empty_rows(lengths: str, splits: int, emulator: Any) -> None:
@@ -120,12 +127,8 @@ def test_three_groups_of_scores_keep_several_tokens_apart(
     window_lengths: list[int], lse: bool, block: int, emulator: Any
 ) -> None:
     """Tokens of one tile each follow one another: a barrier of one is waited for when that of the token before has not passed."""
-    problem = make_problem(
-        tokens=len(window_lengths), heads=block, window_keys=130, compressed_keys=None
-    )
+    problem = window_problem(window_lengths, block)
     call = problem.call()
-    lengths = torch.tensor(window_lengths, dtype=torch.int32)
-    call = replace(call, window=replace(call.window, lengths=lengths))
     for seed in range(3):
         out = problem.allocate_out(fp8=True, lse=lse, max_logits=False)
         emulator.run(MANY_HEADS, call, out, ctas=1, seed=seed, block=block)
@@ -154,12 +157,8 @@ def test_a_partly_filled_block_writes_nothing_behind_its_heads(splits: int, emul
 def test_producers_stay_together_over_many_short_tokens(short: int, emulator: Any) -> None:
     """Those that copy no block of a short token must not be a round ahead at the next long one."""
     window_lengths = ([short] * 40 + [128] * 3) * 2
-    problem = make_problem(
-        tokens=len(window_lengths), heads=8, window_keys=128, compressed_keys=None
-    )
+    problem = window_problem(window_lengths, 8)
     call = problem.call()
-    lengths = torch.tensor(window_lengths, dtype=torch.int32)
-    call = replace(call, window=replace(call.window, lengths=lengths))
     for seed in range(2):
         out = problem.allocate_out(fp8=True, max_logits=False)
         emulator.run(FEW_HEADS, call, out, ctas=1, seed=seed, block=8)
