@@ -33,14 +33,8 @@ NVCC = shutil.which("nvcc")
 HERE = Path(__file__).parent / "emulation"
 SECTION = "// " + "-" * 64 + " "
 REPLACED = (  # instructions inside the roles, and what the headers have for them
-    (r'asm volatile\("(fence\.mbarrier_init|setmaxnreg)[^\n]*', ""),
+    (r'asm volatile\("setmaxnreg[^\n]*', ""),
     (r'asm volatile\("mov\.b32[^\n]*"=r"\((\w+)\) : "r"\((\w+)\)\);', r"\1 = \2;"),
-    (
-        r'asm volatile\("st\.shared::cluster[^\n]*::"r"\((.*)\), '
-        + ", ".join([r'"f"\((.*)\)'] * 4)
-        + r' : "memory"\);',
-        r"store_float4(\1, \2, \3, \4, \5);",
-    ),
 )
 
 

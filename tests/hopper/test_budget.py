@@ -17,7 +17,7 @@ MAX_SPILL_BYTES = 80
 VARIANTS = {
     "mxfp8": Variant(MXFP8, MXFP8, 1, True, False, False),
     "mxfp8 lse": Variant(MXFP8, MXFP8, 1, True, True, False, with_lse=True),
-    "mxfp8 split": Variant(MXFP8, MXFP8, 8, True, False, True, with_lse=True),
+    "mxfp8 split": Variant(MXFP8, MXFP8, 4, True, False, True, with_lse=True),
     "nvfp4": Variant(MXFP8, NVFP4, 1, True, False, False),
     "v4 bf16": Variant(V4, V4, 1, False, False, False),
     "bf16 numbers": Variant(MXFP8, NVFP4, 1, True, False, False, with_lse=True, bf16_numbers=True),
@@ -26,7 +26,7 @@ VARIANTS = {
     "32 heads, v4 lse": Variant(NVFP4, V4, 2, True, True, True, head_tiles=4, with_lse=True),
     "16 heads": Variant(MXFP8, NVFP4, 1, True, True, False, head_tiles=2),
     "16 heads, bf16 numbers": Variant(
-        MXFP8_PLANAR, V4, 8, False, True, False, head_tiles=2, with_lse=True, bf16_numbers=True
+        MXFP8_PLANAR, V4, 4, False, True, False, head_tiles=2, with_lse=True, bf16_numbers=True
     ),
 }
 MORE_SPILL_BYTES = {VARIANTS["bf16 numbers"]: 144}

@@ -51,10 +51,11 @@ def slow(*values: object) -> Any:
         slow(("mxfp8", "nvfp4_planar"), 8, 1),
         (("mxfp8", "nvfp4"), 64, 1),
         (("v4", "v4"), 64, 1),
-        (("mxfp8_planar", "mxfp8_planar"), 64, 4),
+        (("mxfp8_planar", "mxfp8_planar"), 64, 2),
+        (("mxfp8_planar", "mxfp8_planar"), 32, 4),
         slow(("mxfp8_planar", "nvfp4_planar"), 64, 1),
         slow(("nvfp4", "v4"), 64, 1),
-        slow(("mxfp8", "mxfp8"), 64, 8),
+        slow(("mxfp8", "mxfp8"), 64, 4),
         slow(("v4", "v4"), 64, 2),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, tuple) else str(value),
@@ -171,11 +172,19 @@ def test_tokens_of_none_one_and_several_tiles_in_turn(
 
 
 @pytest.mark.parametrize(
-    ("splits", "statistics"),
-    [(4, True), slow(2, False), slow(2, True), slow(4, False), slow(8, False), slow(8, True)],
+    ("block", "splits", "statistics"),
+    [
+        (64, 4, True),
+        (32, 2, False),
+        slow(64, 2, True),
+        slow(64, 4, False),
+        slow(32, 4, True),
+        slow(16, 4, False),
+        slow(16, 2, True),
+    ],
 )
 def test_tokens_whose_tiles_are_fewer_than_the_ctas_that_share_them(
-    splits: int, statistics: bool, emulator: Any
+    block: int, splits: int, statistics: bool, emulator: Any
 ) -> None:
     """A CTA without tiles has its share of the output to write, and others send it theirs while it waits or is late."""
     problem = make_problem(
@@ -192,7 +201,7 @@ def test_tokens_whose_tiles_are_fewer_than_the_ctas_that_share_them(
     )
     for seed in range(3):
         out = problem.allocate_out(fp8=True, lse=statistics, max_logits=statistics)
-        emulator.run(MANY_HEADS, call, out, splits=splits, seed=seed)
+        emulator.run(MANY_HEADS, call, out, splits=splits, seed=seed, block=block)
         assert_matches_oracle(call, out, HOPPER_BODY)
 
 

@@ -11,7 +11,7 @@ import torch
 from sparse_mla.cache.records import INDEX_FP8
 from sparse_mla.errors import UnsupportedError
 from sparse_mla.kernels.hopper import attend as hopper
-from sparse_mla.kernels.hopper.bodies import BODIES, MANY_HEADS, block_heads, tokens_of_launches
+from sparse_mla.kernels.hopper.bodies import block_heads, tokens_of_launches
 from sparse_mla.testing.inputs import make_problem
 
 
@@ -29,19 +29,22 @@ def test_division_by_multiplication(divisor: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("items", "tiles", "splits"),
+    ("block", "items", "tiles", "splits"),
     [
-        *((1, 10, 8), (15, 10, 8), (16, 10, 4), (30, 10, 4), (31, 10, 2), (66, 10, 2)),
-        *((67, 10, 1), (1, 1, 1), (1, 2, 2), (1, 3, 2), (1, 7, 4), (70_000, 10, 1)),
+        *((64, 1, 10, 4), (64, 15, 10, 4), (64, 16, 10, 2), (64, 66, 10, 2), (64, 67, 10, 1)),
+        *((32, 23, 10, 4), (32, 24, 10, 2), (16, 30, 10, 4), (16, 31, 10, 2), (16, 66, 10, 2)),
+        *((64, 1, 1, 1), (64, 1, 2, 2), (64, 1, 3, 2), (64, 1, 7, 4), (64, 70_000, 10, 1)),
     ],
 )
-def test_splits_keep_every_cluster_resident(items: int, tiles: int, splits: int) -> None:
-    assert hopper.choose_splits(MANY_HEADS, items, tiles, 132) == splits
+def test_splits_keep_every_cluster_resident(
+    block: int, items: int, tiles: int, splits: int
+) -> None:
+    assert hopper.choose_splits(block, items, tiles, 132) == splits
 
 
 def test_fewer_multiprocessors_split_less() -> None:
-    assert hopper.choose_splits(MANY_HEADS, 15, 10, 78) == 4
-    assert hopper.choose_splits(MANY_HEADS, 40, 10, 78) == 1
+    assert hopper.choose_splits(64, 15, 10, 78) == 2
+    assert hopper.choose_splits(64, 40, 10, 78) == 1
 
 
 @pytest.mark.parametrize(
@@ -110,7 +113,7 @@ def test_warm_up_launches_every_variant_of_a_step(
         for tokens in tokens_of_launches(num_heads, call_tokens, tiles, 132):
             heads = block_heads(num_heads, tokens, False)
             items = tokens * -(-num_heads // heads)
-            found.add((heads, hopper.choose_splits(BODIES[heads], items, tiles, 132)))
+            found.add((heads, hopper.choose_splits(heads, items, tiles, 132)))
         return found
 
     sizes = hopper.warm_up_tokens(num_heads, widths, 700, 0)

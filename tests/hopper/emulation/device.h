@@ -82,8 +82,7 @@ static inline void __syncthreads() { gather(0, block_threads, false); }
 template <int ID> static inline void meet() { gather(ID, 256, false); }
 static inline void meet_producers() { gather(2, 128, false); }
 template <int ID> static inline bool meet_or(bool x) { return gather(ID, 256, x); }
-static inline void cluster_arrive() { cur->cluster_gen = cluster_gen; if (++cluster_count == total_threads) { cluster_count = 0; cluster_gen++; } }
-static inline void cluster_arrive_relaxed() { cluster_arrive(); }
+static inline void cluster_arrive_relaxed() { cur->cluster_gen = cluster_gen; if (++cluster_count == total_threads) { cluster_count = 0; cluster_gen++; } }
 static inline void cluster_wait() { const int g = cur->cluster_gen; until([=] { return cluster_gen != g; }); }
 static inline void fence_barriers() {}
 static inline void let_next_launch_begin() {}
@@ -132,6 +131,13 @@ static inline void send4(uint32_t to, float x, float y, float z, float w, uint32
   if (to >> 24 != barrier >> 24) fail("barrier of another block");
   const float4 v = {x, y, z, w}; const uint8_t* f = (const uint8_t*)&v;
   copies.push_back({cluster[(to >> 24) - 1], to & 0xffffff, std::vector<uint8_t>(f, f + 16), barrier & 0xffffff, rand() % 40});
+}
+static inline void send_block(uint32_t to, uint32_t from, uint32_t bytes, uint32_t barrier) {
+  if (to % 16 || from % 16 || bytes % 16 || from >> 24) fail("unaligned block");
+  if (to >> 24 != barrier >> 24) fail("barrier of another block");
+  at(to, 16); at(to + bytes - 16, 16); at(from + bytes - 16, 16);
+  const uint8_t* f = at(from, 16);
+  copies.push_back({cluster[(to >> 24) - 1], to & 0xffffff, std::vector<uint8_t>(f, f + bytes), barrier & 0xffffff, rand() % 40});
 }
 static inline void wait_for_cluster(uint32_t b, uint32_t parity) { wait(b, parity); }
 static inline void copies_land(bool all) {

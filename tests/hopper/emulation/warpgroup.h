@@ -65,6 +65,12 @@ static inline void arrive_once(uint32_t b) { arrive(b); }
 #else
 static inline void arrive_once(uint32_t b) { if (one_lane()) arrive(b); }
 #endif
+static inline void tell_cluster(uint32_t b) {
+#ifndef EVERY_LANE_ARRIVES
+  if (!one_lane()) return;
+#endif
+  for (int r = 0; r < SPLITS; r++) { Barrier& x = barrier_at(cluster[r], b); x.pending--; settle(x); }
+}
 static inline int lane_number() { return cur->lane; }
 
 static inline void load_matrices(uint32_t (&x)[4], uint32_t a) {
@@ -83,7 +89,6 @@ static inline void store_matrices_turned(uint32_t a, uint32_t x, uint32_t y, uin
   });
 }
 
-static inline float load_remote(uint32_t a, int rank) { return get<float>(remote(a, rank)); }
 static inline void unrotate_pair(float& x, float& y, float co, float si) { const float a = x, b = y; x = a * co + b * si; y = b * co - a * si; }
 static inline uint32_t larger_pair(uint32_t a, uint32_t b) {
   const uint32_t low = std::max((int16_t)a, (int16_t)b) & 0xffff, high = std::max((int16_t)(a >> 16), (int16_t)(b >> 16)) & 0xffff;

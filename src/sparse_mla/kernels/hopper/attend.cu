@@ -25,8 +25,9 @@
 // f16. It moves only when the maximum grew by more than 2^5, so sums are almost never rescaled: a tile's weights are found with
 // the old one, and once more if one of them is above 2^15. The tile after learns it from the tile before (SETTLED). The sum of
 // the weights is that of the rounded ones, a product with ones, shared out over the warps of values; a call that wants
-// lse, and weights of bf16, get the sum from before they were rounded instead. SPLITS > 1: a cluster shares one token's tiles;
-// partial sums meet in distributed shared memory, in rank order.
+// lse, and weights of bf16, get the sum from before they were rounded instead. SPLITS > 1: a cluster shares one token's tiles. Each CTA
+// finishes the output of some heads: sums for the others go there from its own shared memory by bulk copies, which count on a
+// barrier, mostly to where the query was. What it was sent it adds in rank order.
 //
 // Orders. Dims of the query inside 16: step i of a 64-dim block has dim 16 t + 4 i + 2 h + e in place 8 h + 2 t + e.
 // Keys of a tile: row 16 t + 8 h + 4 e + s is in step s of the values, place 8 h + 2 t + e; score warp s has these 16 rows.
@@ -67,7 +68,13 @@ constexpr int BLOCK = HEADS * 128;            // bytes of 64 numbers of each hea
 constexpr int TABLE = HEADS * 4;              // bytes of a number of each head
 constexpr int QUERY_BYTES = 8 * BLOCK;
 constexpr int QUERY = 0, WEIGHTS = QUERIES * QUERY_BYTES, RAW = WEIGHTS + GROUPS * BLOCK;
-constexpr int ANGLES = RAW + STAGES * STAGE;  // [token, TURNS][64] f32 of the rope table
+// SPLITS > 1: the sums of a split token. Piece 2 c + e of a warp's are those of heads 8 c + 2 t + e, 8 dims a lane: 1 KB. CTA r finishes
+// pieces r SHARE and following, of all warps.
+constexpr int PIECES = 2 * HEAD_TILES, SHARE = PIECES / SPLITS;
+constexpr int ROUND = SHARE >= 4 ? 2 : 1, ROUNDS = SHARE / ROUND;   // pieces go on their way so many at once
+constexpr int PARTS_BYTES = 8192 * SHARE * (SPLITS - 1);   // that a CTA gets, or sends
+constexpr int ROWS_END = RAW + STAGES * STAGE;
+constexpr int ANGLES = ROWS_END < 2 * PARTS_BYTES + 1024 ? 2 * PARTS_BYTES + 1024 : ROWS_END;   // [token, TURNS][64] f32 of the rope table
 constexpr int SINKS = ANGLES + TURNS * 256;   // [128] f32, log2 units
 constexpr int SUMS = SINKS + 512;             // of a token's weights: WITH_LSE [group][head] f32, else [token parity 2][warp of values 8][16]
 constexpr int SUM_REFERENCE = SUMS + (WITH_LSE ? GROUPS * TABLE : 1024);      // WITH_LSE: [group][head] f32, what they refer to
@@ -82,7 +89,9 @@ constexpr int HALF_READ = SETTLED + 8 * GROUPS;            // [group], the produ
 constexpr int QUERY_RAW = HALF_READ + 8 * GROUPS;          // [token parity 2][half 2], bf16 values of blocks 0 to 3 and 4 to 7 have come
 constexpr int QUERY_FULL = QUERY_RAW + 32;    // [token parity 2]: with three groups one may come to it when the token before has not passed
 constexpr int SUMS_READ = QUERY_FULL + 16;    // [token parity 2]
-constexpr int VALID = SUMS_READ + 16;         // [tile 8] u64, one bit a key
+constexpr int PARTS_ROOM = SUMS_READ + 16;    // SPLITS > 1: all of the cluster have room for sums
+constexpr int PARTS_FULL = PARTS_ROOM + 8;    // [round], what the cluster sends has come
+constexpr int VALID = SUMS_READ + 16 + (SPLITS > 1 ? 8 + 8 * ROUNDS : 0);   // [tile 8] u64, one bit a key
 constexpr int HOW = VALID + 64;               // [tile 8][8 rows] u8: 0 no tile, 1 window, 2 compressed set | 128: all of them exist
 constexpr int WHICH = HOW + 64;               // [tile, TILES][2] u32, see Walk::word; token and heads
 constexpr int GREW = WHICH + 8 * TILES;       // [group] u32, sums must be rescaled
@@ -91,11 +100,19 @@ constexpr int UNITS = (MET + 4 * KEPT + 15) & ~15;   // [stage][64] u32, where i
 constexpr int SLOTS = UNITS + 256 * STAGES;   // [group][64] int
 constexpr int WALK = SLOTS + 256 * GROUPS;    // [group] 32 bytes
 constexpr int SCALE_UNITS = WALK + 32 * GROUPS;   // [stage][64] u32, where scales are that lie apart, 8-byte units
-constexpr int FINAL_CTA = UNITS;              // [head] float2, of a split token
-constexpr int FINAL_MAX = FINAL_CTA + 2 * TABLE;   // [head] f32
 constexpr int SHARED_BYTES = 232448;     // what a multiprocessor has
-static_assert(8 % SPLITS == 0, "each CTA finishes as many slabs of dims");
 static_assert(SCALE_UNITS + (APART ? 256 * STAGES : 0) <= SHARED_BYTES, "shared memory");
+constexpr int SHARE_HEADS = SHARE > 2 ? 4 * SHARE : 8;     // heads of the tiles that these are from
+constexpr int MESSAGE = 1024 * ROUND;         // of a warp to a CTA
+constexpr int OUTBOX = ANGLES - PARTS_BYTES;  // [round][other CTA][warp of values]: for that CTA, where rows were
+constexpr int INBOX = QUERY;                  // the same, from that CTA
+constexpr bool EARLY = PARTS_BYTES <= QUERIES * QUERY_BYTES;   // it may come when the cluster's scores are done, else when its values are
+constexpr int FINAL_BYTES = 16 * SHARE_HEADS; // [head of the share] maximum, sum, true maximum, unused
+constexpr int FINAL_OUT = OUTBOX - SPLITS * FINAL_BYTES;   // [rank] those for that CTA
+constexpr int FINAL = UNITS;                  // [rank] those from that CTA
+static_assert(SPLITS == 1 || INBOX + PARTS_BYTES <= FINAL_OUT, "room for sums");
+static_assert(SPLITS == 1 || SPLITS == 2 || SPLITS == 4, "each CTA finishes as many pieces; eight take longer than four");
+static_assert(SPLITS * FINAL_BYTES <= WALK - UNITS, "room for statistics");
 
 constexpr int THREADS = 128 * (2 + GROUPS);
 constexpr int ENTRY_REGISTERS = 65536 / THREADS & ~7;   // of a thread at the start
@@ -136,10 +153,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend(const __grid_con
     for (int i = 0; i < GROUPS; i++) { barrier_init(base + FULL + 8 * i, 4 * WARP); barrier_init(base + WEIGHTS_EMPTY + 8 * i, 8 * WARP); barrier_init(base + SETTLED + 8 * i, 4 * WARP); barrier_init(base + HALF_READ + 8 * i, 4 * WARP); }
     for (int i = 0; i < 4; i++) barrier_init(base + QUERY_RAW + 8 * i, 1);
     for (int i = 0; i < 2; i++) { barrier_init(base + QUERY_FULL + 8 * i, 8 * WARP); barrier_init(base + SUMS_READ + 8 * i, 8 * WARP); }
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    if (SPLITS > 1) {
+      barrier_init(base + PARTS_ROOM, (EARLY ? 1 : 2) * SPLITS * WARP);
+      for (int i = 0; i < ROUNDS; i++) {
+        barrier_init(base + PARTS_FULL + 8 * i, 1);
+        arrive_and_expect(base + PARTS_FULL + 8 * i, PARTS_BYTES / ROUNDS + (i == 0 ? SPLITS * FINAL_BYTES : 0));
+      }
+    }
+    fence_barriers();
   }
   if (warp == 1 && item0 < p.tokens * p.head_blocks) prefetch_lists(p, token_of(p, item0), lane);
   __syncthreads();
+  if (SPLITS > 1) cluster_arrive_relaxed();   // the others may arrive on these barriers
   if (group < 2) {
     take_registers<VALUES_REGISTERS, ENTRY_REGISTERS>();
     add_values(p, base, group, w, lane, rank, item0, item_step);
@@ -148,6 +173,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend(const __grid_con
     Scores scores{p, query_map, base, group - 2, w, lane, lane >> 2, lane & 3, p.scale * LOG2E, {0.f, 0.f}, {0.f, 0.f}, false, 0, group - 2, 0, rank, item_step, false};
     scores.run(item0);
     let_next_launch_begin();   // not sooner: a different kernel that is ready from the start on begins 4 us late
-    if (SPLITS > 1) { cluster_arrive(); cluster_wait(); cluster_arrive(); cluster_wait(); }
+    if (SPLITS > 1) {
+      cluster_wait();
+      scores_sync();           // all are done with the query, and have their slots
+      if (warp == 8) tell_cluster(base + PARTS_ROOM);
+      cluster_arrive_relaxed();
+      cluster_wait();
+    }
   }
 }

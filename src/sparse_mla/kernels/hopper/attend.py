@@ -30,9 +30,9 @@ from sparse_mla.kernels.hopper.bodies import (
     BF16_BLOCKS,
     BLOCKS,
     BODIES,
+    CLUSTERS_OF_132,
     HEADS_OF_A_TILE,
     MANY_HEADS,
-    Body,
     block_heads,
     tokens_of_launches,
 )
@@ -217,7 +217,7 @@ def _launches(
     for tokens in tokens_of_launches(num_heads, num_tokens, tiles, multiprocessors, _blocks()):
         block = _block_heads(num_heads, tokens, invariant=False)
         items = tokens * -(-num_heads // block)
-        splits = choose_splits(BODIES[block], items, tiles, multiprocessors)
+        splits = choose_splits(block, items, tiles, multiprocessors)
         parts.append(Part(range(first, first + tokens), block, splits))
         first += tokens
     return tuple(parts)
@@ -256,16 +256,16 @@ def row_policy(num_tokens: int, num_heads: int) -> int:
     return EVICT_FIRST if few else EVICT_NORMAL
 
 
-def choose_splits(body: Body, items: int, tiles: int, multiprocessors: int) -> int:
-    """CTAs that share one row: the largest cluster of which all rows are resident at once.
+def choose_splits(block: int, items: int, tiles: int, multiprocessors: int) -> int:
+    """CTAs that share one row: the largest cluster that so many rows gain from (`CLUSTERS_OF_132`).
 
     Args:
-        body: whose CTAs they are.
+        block: heads of a block.
         items: rows of the launch, each with a block of heads.
         tiles: 64-key tiles of the list widths; a CTA gets at least one of them.
         multiprocessors: of the device.
     """
-    for splits, clusters in body.clusters_of_132:
+    for splits, clusters in CLUSTERS_OF_132[block]:
         if splits <= tiles and items * 132 <= clusters * multiprocessors:
             return splits
     return 1

@@ -11,7 +11,6 @@ DI void store_shared1(uint32_t a, uint32_t x) { asm volatile("st.shared.u8 [%0],
 DI void store_global8_if(bool x, void* a, uint2 v) { asm volatile("{.reg .pred p; setp.ne.u32 p, %0, 0; @p st.global.v2.u32 [%1], {%2,%3};}" ::"r"((uint32_t)x), "l"(a), "r"(v.x), "r"(v.y) : "memory"); }
 DI void store_global16_if(bool x, void* a, uint4 v) { asm volatile("{.reg .pred p; setp.ne.u32 p, %0, 0; @p st.global.v4.u32 [%1], {%2,%3,%4,%5};}" ::"r"((uint32_t)x), "l"(a), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory"); }
 DI void prefetch_l1(const void* a) { asm volatile("prefetch.global.L1 [%0];" ::"l"(a)); }
-DI float load_remote(uint32_t a, int rank) { float v; asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(v) : "r"(remote(a, rank))); return v; }
 // Block number `block` of a token's query, HEADS heads from `head` on, to shared memory: a head's 64 dims are 128 bytes, zeros
 // for heads that do not exist.
 DI void copy_query(const Args& p, const TensorMap& map, uint32_t to, int block, int head, int token, uint32_t barrier) {
@@ -37,6 +36,14 @@ DI void arrive_once(uint32_t b) { arrive(b); }
 #else
 DI void arrive_once(uint32_t b) { asm volatile("{.reg .pred p; .reg .b64 t; elect.sync _|p, 0xffffffff; @p mbarrier.arrive.shared::cta.b64 t, [%0];}" ::"r"(b) : "memory"); }
 #endif
+// By one warp: on the barrier of each CTA of the cluster.
+DI void tell_cluster(uint32_t b) {
+#ifndef EVERY_LANE_ARRIVES
+  if (!one_lane()) return;
+#endif
+#pragma unroll
+  for (int r = 0; r < SPLITS; r++) asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(remote(b, r)) : "memory");
+}
 DI int lane_number() { int r; asm volatile("mov.u32 %0, %%laneid;" : "=r"(r)); return __shfl_sync(~0u, r, r); }   // a shuffle is not done again, reading the number would be
 DI void load_matrices(uint32_t (&x)[4], uint32_t a) { asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(a) : "memory"); }
 DI void store_matrices_turned(uint32_t a, uint32_t x, uint32_t y, uint32_t z, uint32_t w) { asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(a), "r"(x), "r"(y), "r"(z), "r"(w) : "memory"); }

@@ -167,7 +167,7 @@ struct Coming {
   DI void look(uint32_t base, uint32_t tile, int stage, int warp) {
     how = load_shared1(base + HOW + 8 * (tile & 7) + warp);
     at = base + UNITS + stage * 256 + warp * 32;
-    if (SPLITS > 1 && how == 0) return;            // FINAL_CTA may be there
+    if (SPLITS > 1 && how == 0) return;            // FINAL may be there
     const uint4 x = load_shared16(at), y = load_shared16(at + 16);
     units[0] = x.x; units[1] = x.y; units[2] = x.z; units[3] = x.w; units[4] = y.x; units[5] = y.y; units[6] = y.z; units[7] = y.w;
   }

@@ -187,26 +187,26 @@ struct Output {
       factors[k] = unscale(code) * w;
     }
   }
-  // Scales of heads 8 c + .. for c from first to last; this lane's are those of c = 2 k + (part >> 1).
+  // Scales of pieces 2 c + e (heads 8 c + 2 t + e) from first to last; this lane's are those of c = 2 k + (part >> 1).
   DI void store_scales(int first, int last) const {
     if (!FP8_OUTPUT) return;
 #pragma unroll
     for (int k = 0; k < HEADS / 16; k++) {
-      const int c = 2 * k + (part >> 1), head = head0 + 8 * c + 2 * t + (part & 1);
-      if (c < first || c > last || head >= p.heads) continue;
+      const int c = 2 * k + (part >> 1), e = part & 1, head = head0 + 8 * c + 2 * t + e;
+      if (2 * c + e < first || 2 * c + e > last || head >= p.heads) continue;
       const int hpg = p.heads_per_group, group = group_of(head), member = head - group * hpg;
       const int number = OUT_CHUNKED ? block * hpg + member : member * 16 + block;
       ((uint8_t*)p.scales)[(((int64_t)group * 4 * hpg + (number >> 2)) * p.scale_stride + token) * 4 + (number & 3)] = (uint8_t)(codes >> (8 * k));
     }
   }
 };
-// The last 64 dims of the heads, turned back. `table`: cosines of this lane's four pairs, sines 128 bytes further.
-DI void unrotate_rows(float (&acc)[2 * HEADS], uint32_t table) {
+// Of the last 64 dims COUNT pieces from piece FIRST on, turned back. `table`: cosines of this lane's four pairs, sines 128 bytes further.
+template <int FIRST, int COUNT> DI void unrotate(float (&acc)[2 * HEADS], uint32_t table) {
 #pragma unroll
   for (int i = 0; i < 4; i++) {
     const float co = load_float(table + 4 * i), si = load_float(table + 128 + 4 * i);   // not all of them: registers are few
 #pragma unroll
-    for (int x = 0; x < HEADS / 4; x++) {
+    for (int x = FIRST; x < FIRST + COUNT; x++) {
       float* a = acc + HEADS / 2 * i + 4 * (x >> 1) + (x & 1);
       unrotate_pair(a[0], a[2], co, si);
     }
@@ -234,21 +234,110 @@ DI void store_rows(Output& out, const float (&acc)[2 * HEADS], const float (&f)[
     }
 }
 #if SPLITS > 1
-constexpr int SLABS = 8 / SPLITS;   // of 64 dims, that a CTA finishes; a warp so many tiles of heads of one:
-constexpr int SHARE = HEAD_TILES > SPLITS ? HEAD_TILES / SPLITS : 1;
-constexpr int SLAB = HEADS * 256;   // bytes
-template <int C> DI void send_rows(const Values& s, const float (&acc)[2 * HEADS], uint32_t to, const float (&f)[LANE_HEADS]) {
+DI int first_finished(int rank) { return rank * SHARE / 2 * 8; }       // head of the block
+
+// A warp's sums of a split token, and what comes of them.
+struct Parts {
+  const Args& p;
+  const Values& s;
+  int slab, rank;
+  uint32_t angles;             // for `unrotate`, or 0
+
+  // In a box: of a round, this warp's pieces for CTA `to`, or from it.
+  DI uint32_t place(int round, int other) const { return ((round * (SPLITS - 1) + other - (other > rank)) * 8 + slab) * MESSAGE; }
+  // In the box of CTA `to`, pieces from this one.
+  DI uint32_t place_there(int round, int to) const { return ((round * (SPLITS - 1) + rank - (rank > to)) * 8 + slab) * MESSAGE; }
+  DI uint32_t full(int round, int to) const { return remote(s.base + PARTS_FULL + 8 * round, to); }
+
+  // Statistics go to every CTA, of the heads that it finishes, by one warp for each. This leaves them where they are sent from.
+  DI void leave_statistics(const float (&M)[LANE_HEADS], const float (&L)[LANE_HEADS], const float (&T)[LANE_HEADS]) const {
+    if (slab >= SPLITS) return;
 #pragma unroll
-  for (int e = 0; e < 2; e++) {
-    const float w = __shfl_sync(~0u, f[C >> 2], (8 * C + 2 * s.t + e) & 31);
-#pragma unroll
-    for (int u = 0; u < 2; u++) {
-      const float* a = acc + HEADS * u + 4 * C + e;
-      asm volatile("st.shared::cluster.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(to + ((2 * C + e) * 2 + u) * 512), "f"(a[0] * w), "f"(a[2] * w), "f"(a[HEADS / 2] * w), "f"(a[HEADS / 2 + 2] * w) : "memory");
+    for (int i = 0; i < LANE_HEADS; i++) {
+      const int head = lane_head(s.lane, i) - first_finished(slab);
+      if ((HEADS >= 32 || s.lane < HEADS) && head >= 0 && head < SHARE_HEADS) store_float4(s.base + FINAL_OUT + slab * FINAL_BYTES + head * 16, M[i], L[i], T[i], 0.f);
     }
   }
-  if constexpr (C < HEAD_TILES - 1) send_rows<C + 1>(s, acc, to, f);
-}
+  DI void send_statistics() const {
+    if (slab < SPLITS && one_lane()) send_block(remote(s.base + FINAL + rank * FINAL_BYTES, slab), s.base + FINAL_OUT + slab * FINAL_BYTES, FINAL_BYTES, full(0, slab));
+  }
+  // Round number N and following of the pieces that CTA TO finishes.
+  template <int TO, int N = 0> DI void send_to(float (&acc)[2 * HEADS]) const {
+    constexpr int FIRST = TO * SHARE + N * ROUND;
+    if (angles) unrotate<FIRST, ROUND>(acc, angles);
+    int lane = s.lane;
+    forget(lane);              // addresses are not kept, spilled, all along
+    const uint32_t from = s.base + OUTBOX + place(N, TO);
+#pragma unroll
+    for (int i = 0; i < ROUND; i++)
+#pragma unroll
+      for (int u = 0; u < 2; u++) {
+        const float* a = acc + HEADS * u + 4 * ((FIRST + i) >> 1) + ((FIRST + i) & 1);
+        store_float4(from + 1024 * i + 512 * u + lane * 16, a[0], a[2], a[HEADS / 2], a[HEADS / 2 + 2]);
+      }
+    fence_async();
+    __syncwarp();
+    if (N == 0 && TO == (rank == 0)) send_statistics();   // with what is sent first
+    if (one_lane()) send_block(remote(s.base + INBOX + place_there(N, TO), TO), from, MESSAGE, full(N, TO));
+    if constexpr (N + 1 < ROUNDS) send_to<TO, N + 1>(acc);
+  }
+  // What CTA TO and following finish, except for this one.
+  template <int TO = 0> DI void send(float (&acc)[2 * HEADS]) const {
+    if (TO != rank) send_to<TO>(acc);
+    if constexpr (TO + 1 < SPLITS) send<TO + 1>(acc);
+  }
+  // The share that the sums of each CTA have, of head first_finished(rank) + lane; lanes beyond the heads have those of others.
+  DI void weigh(float (&w)[SPLITS], const Output& out) const {
+    const int number = s.lane & (SHARE_HEADS - 1), head = out.head0 + first_finished(rank) + number;
+    float4 x[SPLITS];
+    float top = -INF, all = 0.f, true_max = -INF;
+#pragma unroll
+    for (int r = 0; r < SPLITS; r++) {
+      x[r] = load_float4(s.base + FINAL + r * FINAL_BYTES + number * 16);
+      top = fmaxf(top, x[r].x); true_max = fmaxf(true_max, x[r].z);
+    }
+#pragma unroll
+    for (int r = 0; r < SPLITS; r++) { w[r] = top == -INF ? 0.f : exp2_fast(x[r].x - top); all += x[r].y * w[r]; }
+    if (slab == 0 && s.lane < SHARE_HEADS) write_statistics(p, out.token, head, top, all, true_max);
+    const float one = share(1.f, denominator(s.base, head, top, all));
+#pragma unroll
+    for (int r = 0; r < SPLITS; r++) w[r] *= one;
+  }
+  // Adds what this CTA was sent to its own sums, in rank order, and writes that; if it is TO or one of those that follow.
+  template <int TO = 0> DI void finish(float (&acc)[2 * HEADS], Output& out) const {
+    if (TO == rank) {
+      float w[SPLITS];
+      if (angles) unrotate<TO * SHARE, SHARE>(acc, angles);   // while the others' are on their way
+      wait_for_cluster(s.base + PARTS_FULL, 0);
+      weigh(w, out);
+#pragma unroll
+      for (int i = 0; i < SHARE; i++) {
+        const int c = (TO * SHARE + i) >> 1, e = (TO * SHARE + i) & 1, round = i / ROUND;
+        if (i % ROUND == 0 && i > 0) wait_for_cluster(s.base + PARTS_FULL + 8 * round, 0);
+        if (i == SHARE - ROUND) cluster_arrive_relaxed();   // all has come that others sent, so they may leave
+        float own[8], v[8] = {0, 0, 0, 0, 0, 0, 0, 0};
+        dims_of(own, acc, c, e);
+#pragma unroll
+        for (int r = 0; r < SPLITS; r++) {
+          const float f = __shfl_sync(~0u, w[r], 8 * c + 2 * s.t + e - first_finished(TO));
+          if (r == TO) {
+#pragma unroll
+            for (int x = 0; x < 8; x++) v[x] += own[x] * f;
+            continue;
+          }
+          const uint32_t from = s.base + INBOX + place(round, r) + 1024 * (i % ROUND) + s.lane * 16;
+          const float4 low = load_float4(from), high = load_float4(from + 512);
+          v[0] += low.x * f; v[1] += low.y * f; v[2] += low.z * f; v[3] += low.w * f;
+          v[4] += high.x * f; v[5] += high.y * f; v[6] += high.z * f; v[7] += high.w * f;
+        }
+        out.store(v, 1.f, c, e);
+      }
+      out.store_scales(TO * SHARE, TO * SHARE + SHARE - 1);
+    } else if constexpr (TO + 1 < SPLITS) {
+      finish<TO + 1>(acc, out);
+    }
+  }
+};
 #endif
 
 // What will be asked of the next item, into L1 while the tiles are under way.
@@ -404,70 +493,30 @@ DI void add_values(const Args& p, uint32_t base, int g, int w, int lane, int ran
     }
     if (!WITH_LSE && has_keys) share_sums(s, tokens & 1, total, L);
     tokens += has_keys;
-    float f[LANE_HEADS];
     Output out{p, nullptr, token, head0, 0, s.g8 & 3, s.t};
 #if SPLITS == 1
+    float f[LANE_HEADS];
 #pragma unroll
     for (int i = 0; i < LANE_HEADS; i++) {
       const int head = head0 + lane_head(lane, i);
       f[i] = share(1.f, denominator(base, head, M[i], L[i]));
       if (g == 0 && w == 0) write_statistics(p, token, head, M[i], L[i], T[i]);
     }
-    if (slab == 7 && has_keys && p.unrotate_output) unrotate_rows(acc, angles + 16 * s.g8);
+    if (slab == 7 && has_keys && p.unrotate_output) unrotate<0, PIECES>(acc, angles + 16 * s.g8);
     out.start(2 * slab + (s.g8 >> 2));
     store_rows(out, acc, f, lane);
-    out.store_scales(0, HEAD_TILES - 1);
+    out.store_scales(0, 2 * HEAD_TILES - 1);
 #else
-    if (g == 0 && w == 0) {
-#pragma unroll
-      for (int i = 0; i < LANE_HEADS; i++) {
-        store_float2(base + FINAL_CTA + lane_head(lane, i) * 8, M[i], L[i]);
-        if (WITH_MAX) store_float(base + FINAL_MAX + lane_head(lane, i) * 4, T[i]);
-      }
-    }
-    cluster_arrive(); cluster_wait();
-#pragma unroll
-    for (int i = 0; i < LANE_HEADS; i++) {
-      const uint32_t from = base + FINAL_CTA + lane_head(lane, i) * 8;
-      const int head = head0 + lane_head(lane, i);
-      float top = -INF, all = 0.f, mine = 0.f, true_max = -INF;
-#pragma unroll
-      for (int r = 0; r < SPLITS; r++) {
-        top = fmaxf(top, load_remote(from, r));
-        if (WITH_MAX) true_max = fmaxf(true_max, load_remote(base + FINAL_MAX + lane_head(lane, i) * 4, r));
-      }
-#pragma unroll
-      for (int r = 0; r < SPLITS; r++) {
-        const float e = top == -INF ? 0.f : exp2_fast(load_remote(from, r) - top);
-        all += load_remote(from + 4, r) * e;
-        mine = r == rank ? e : mine;
-      }
-      if (rank == 0 && g == 0 && w == 0) write_statistics(p, token, head, top, all, true_max);
-      f[i] = share(mine, denominator(base, head, top, all));
-    }
-    if (slab == 7 && has_keys && p.unrotate_output) unrotate_rows(acc, angles + 16 * s.g8);
-    send_rows<0>(s, acc, remote(base + (rank * SLABS + slab % SLABS) * SLAB + lane * 16, slab / SLABS), f);
-    cluster_arrive(); cluster_wait();
-    const int got = slab / SPLITS, to_finish = rank * SLABS + got, first_c = (slab % SPLITS) * SHARE;   // SPLITS warps share a slab
-    out.start(2 * to_finish + (s.g8 >> 2));
-#pragma unroll
-    for (int i = 0; i < SHARE; i++) {
-      const int c = first_c + i;
-      if (HEAD_TILES < SPLITS && c >= HEAD_TILES) break;
-#pragma unroll
-      for (int e = 0; e < 2; e++) {
-        float v[8] = {0, 0, 0, 0, 0, 0, 0, 0};
-#pragma unroll
-        for (int r = 0; r < SPLITS; r++)
-#pragma unroll
-          for (int u = 0; u < 2; u++) {
-            const uint4 y = load_shared16(base + (r * SLABS + got) * SLAB + ((2 * c + e) * 2 + u) * 512 + lane * 16);
-            v[4 * u] += __uint_as_float(y.x); v[4 * u + 1] += __uint_as_float(y.y); v[4 * u + 2] += __uint_as_float(y.z); v[4 * u + 3] += __uint_as_float(y.w);
-          }
-        out.store(v, 1.f, c, e);
-      }
-    }
-    out.store_scales(first_c, first_c + SHARE - 1);
+    const Parts parts{p, s, slab, rank, slab == 7 && has_keys && p.unrotate_output ? angles + 16 * s.g8 : 0};
+    if (WITH_LSE || !has_keys) values_sync();   // all are done with rows and weights
+    cluster_wait();                             // others have begun
+    if (!EARLY && slab == 0) tell_cluster(base + PARTS_ROOM);
+    wait_for_cluster(base + PARTS_ROOM, 0);
+    parts.leave_statistics(M, L, T);
+    parts.send(acc);
+    out.start(2 * slab + (s.g8 >> 2));
+    parts.finish(acc, out);
+    cluster_wait();
 #endif
   }
 }

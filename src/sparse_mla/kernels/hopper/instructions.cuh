@@ -16,6 +16,8 @@ DI void store_float(uint32_t a, float x) { asm volatile("st.shared.f32 [%0], %1;
 DI void store_float2(uint32_t a, float x, float y) { asm volatile("st.shared.v2.f32 [%0], {%1,%2};" ::"r"(a), "f"(x), "f"(y) : "memory"); }
 DI float load_float(uint32_t a) { float v; asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(a) : "memory"); return v; }
 DI float2 load_float2(uint32_t a) { float2 v; asm volatile("ld.shared.v2.f32 {%0,%1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(a) : "memory"); return v; }
+DI float4 load_float4(uint32_t a) { float4 v; asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(a) : "memory"); return v; }
+DI void store_float4(uint32_t a, float x, float y, float z, float w) { asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(a), "f"(x), "f"(y), "f"(z), "f"(w) : "memory"); }
 DI void barrier_init(uint32_t b, int n) { asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(b), "r"(n) : "memory"); }
 DI void arrive(uint32_t b) { asm volatile("{.reg .b64 t; mbarrier.arrive.shared::cta.b64 t, [%0];}" ::"r"(b) : "memory"); }
 DI void arrive_and_expect(uint32_t b, uint32_t bytes) { asm volatile("{.reg .b64 t; mbarrier.arrive.expect_tx.shared::cta.b64 t, [%0], %1;}" ::"r"(b), "r"(bytes) : "memory"); }
@@ -76,7 +78,25 @@ DI void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memor
 DI void wait_for_launch_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 // The next launch may begin; it waits for this one as above.
 DI void let_next_launch_begin() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
-DI void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+// 16 bytes to the shared memory of a CTA of the cluster; they count on a barrier of that CTA.
+DI void send4(uint32_t to, float x, float y, float z, float w, uint32_t barrier) {
+  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1,%2,%3,%4}, [%5];"
+      ::"r"(to), "f"(x), "f"(y), "f"(z), "f"(w), "r"(barrier) : "memory");
+}
+// `wait` for what other CTAs send.
+DI void wait_for_cluster(uint32_t b, uint32_t parity) {
+  asm volatile(
+      "{\n.reg .pred p;\nAGAIN:\nmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%0], %1;\n@p bra DONE;\nbra AGAIN;\nDONE:\n}"
+      ::"r"(b), "r"(parity) : "memory");
+}
+// Bytes of this CTA's shared memory to that of a CTA of the cluster; they count on a barrier of that CTA. One lane calls it.
+DI void send_block(uint32_t to, uint32_t from, uint32_t bytes, uint32_t barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+      ::"r"(to), "r"(from), "r"(bytes), "r"(barrier) : "memory");
+}
+DI void fence_barriers() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+// Orders no memory: with release a barrier of the cluster would wait for everything on its way to global memory.
+DI void cluster_arrive_relaxed() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
 DI void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 DI void prefetch_l2(const void* a) { asm volatile("prefetch.global.L2 [%0];" ::"l"(a)); }   // 32 bytes at least
 // bf16 pair -> f16 pair, saturated to the largest finite f16; NaN stays.
