@@ -152,7 +152,7 @@ def test_seventy_thousand_rows_equal_the_rows_alone(heads: int, memory_given_bac
 def test_long_rows_after_many_short_ones_of_a_multiprocessor(heads: int) -> None:
     """Warps that copy no block of a short row must not be ahead of the others by a round of the ring."""
     sms = torch.cuda.get_device_properties(DEVICE).multi_processor_count
-    problem = model_problem(43 * sms, heads, window_keys=128, compressed_keys=None)
+    problem = model_problem(43 * sms, heads, window_keys=128, compressed_keys=None, lengths="full")
     number = torch.arange(43 * sms, device=DEVICE) // sms  # of the row in its multiprocessor
     lengths = torch.where(number < 40, 10, 128).to(torch.int32)
     problem = replace(problem, window=replace(problem.window, lengths=lengths))

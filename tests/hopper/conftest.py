@@ -78,7 +78,7 @@ class Emulator:
             pytest.skip("g++ is not installed: the kernel cannot be emulated here")
         if variant not in self.libraries:
             folder = self.folder / str(len(self.libraries))
-            folder.mkdir()
+            folder.mkdir(exist_ok=True)  # it is there if compiling failed before
             (folder / "kernel.inc").write_text(kernel_text(variant.body.source()))
             macros = [f"-D{name}={value}" for name, value in variant.macros().items()]
             macros.append(f"-DCTA_THREADS={variant.threads}")

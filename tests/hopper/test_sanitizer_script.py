@@ -42,7 +42,7 @@ def script() -> ModuleType:
 
 def test_every_record_meets_every_split_in_both_sets_and_bodies(script: ModuleType) -> None:
     names = {record.name for record in RECORDS}
-    for few, every_split in ((True, (1, 2, 3, 4, 8)), (False, (1, 2, 4, 8))):
+    for few, every_split in ((True, (1, 2, 3, 4, 8)), (False, (1, 2, 4))):
         for splits in every_split:
             found = [
                 case
@@ -62,7 +62,7 @@ def test_a_moved_case_is_right(
     monkeypatch.setattr(hopper, "attend", torch_attend)
     for case in script.cases()[::6]:
         assert script.run(case, "cpu")
-    assert capsys.readouterr().out.count(" right\n") == 12
+    assert capsys.readouterr().out.count(" right\n") == 10
 
 
 def test_a_moved_tensor_keeps_its_strides_and_what_lies_around_it(script: ModuleType) -> None:
@@ -109,15 +109,16 @@ def test_acceptance_tells_failures_and_late_ones_apart(
     say = "import sys, time; print('so far'); sys.stdout.flush(); "
     programs = {
         "memcheck, splits 1": "import os; print(os.environ['PYTORCH_NO_CUDA_MEMORY_CACHING'])",
-        "memcheck, splits 2": say + "sys.exit(3)",
+        "memcheck, splits 2": say + "print('and no further'); sys.exit(3)",
         "memcheck, splits 4": say + "time.sleep(60)",
     }
     commands = {name: [sys.executable, "-c", text] for name, text in programs.items()}
     results = acceptance.run("memcheck", commands, tmp_path)
-    assert [(result.verdict, result.last_line) for result in results] == [
-        ("passed", "1"),
-        ("FAILED (3)", "so far"),
-        ("TIME WAS UP", "so far"),
+    assert [(result.verdict, result.lines) for result in results] == [
+        ("passed", ["1"]),
+        ("FAILED (3)", ["so far", "and no further"]),
+        ("TIME WAS UP", ["so far"]),
     ]
+    assert [str(result).splitlines()[1:] for result in results] == [[], ["    so far"], []]
     assert [result.passed for result in results] == [True, False, False]
     assert (tmp_path / "memcheck-4.log").read_text() == "so far\n"

@@ -157,7 +157,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend(const __grid_con
       barrier_init(base + PARTS_ROOM, (EARLY ? 1 : 2) * SPLITS * WARP);
       for (int i = 0; i < ROUNDS; i++) {
         barrier_init(base + PARTS_FULL + 8 * i, 1);
-        arrive_and_expect(base + PARTS_FULL + 8 * i, PARTS_BYTES / ROUNDS + (i == 0 ? SPLITS * FINAL_BYTES : 0));
+        arrive_and_expect(base + PARTS_FULL + 8 * i, PARTS_BYTES / ROUNDS + (i == 0 ? (SPLITS - 1) * FINAL_BYTES : 0));
       }
     }
     fence_barriers();

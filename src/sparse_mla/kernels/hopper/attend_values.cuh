@@ -242,6 +242,7 @@ struct Parts {
   const Values& s;
   int slab, rank;
   uint32_t angles;             // for `unrotate`, or 0
+  const float (&M)[LANE_HEADS], (&L)[LANE_HEADS], (&T)[LANE_HEADS];   // of heads lane and lane + 32: reference, sum of the weights, true maximum
 
   // In a box: of a round, this warp's pieces for CTA `to`, or from it.
   DI uint32_t place(int round, int other) const { return ((round * (SPLITS - 1) + other - (other > rank)) * 8 + slab) * MESSAGE; }
@@ -249,9 +250,9 @@ struct Parts {
   DI uint32_t place_there(int round, int to) const { return ((round * (SPLITS - 1) + rank - (rank > to)) * 8 + slab) * MESSAGE; }
   DI uint32_t full(int round, int to) const { return remote(s.base + PARTS_FULL + 8 * round, to); }
 
-  // Statistics go to every CTA, of the heads that it finishes, by one warp for each. This leaves them where they are sent from.
-  DI void leave_statistics(const float (&M)[LANE_HEADS], const float (&L)[LANE_HEADS], const float (&T)[LANE_HEADS]) const {
-    if (slab >= SPLITS) return;
+  // Statistics go to every other CTA, of the heads that it finishes, by one warp for each. This leaves them where they are sent from.
+  DI void leave_statistics() const {
+    if (slab >= SPLITS || slab == rank) return;
 #pragma unroll
     for (int i = 0; i < LANE_HEADS; i++) {
       const int head = lane_head(s.lane, i) - first_finished(slab);
@@ -259,7 +260,7 @@ struct Parts {
     }
   }
   DI void send_statistics() const {
-    if (slab < SPLITS && one_lane()) send_block(remote(s.base + FINAL + rank * FINAL_BYTES, slab), s.base + FINAL_OUT + slab * FINAL_BYTES, FINAL_BYTES, full(0, slab));
+    if (slab < SPLITS && slab != rank && one_lane()) send_block(remote(s.base + FINAL + rank * FINAL_BYTES, slab), s.base + FINAL_OUT + slab * FINAL_BYTES, FINAL_BYTES, full(0, slab));
   }
   // Round number N and following of the pieces that CTA TO finishes.
   template <int TO, int N = 0> DI void send_to(float (&acc)[2 * HEADS]) const {
@@ -286,14 +287,19 @@ struct Parts {
     if (TO != rank) send_to<TO>(acc);
     if constexpr (TO + 1 < SPLITS) send<TO + 1>(acc);
   }
-  // The share that the sums of each CTA have, of head first_finished(rank) + lane; lanes beyond the heads have those of others.
-  DI void weigh(float (&w)[SPLITS], const Output& out) const {
-    const int number = s.lane & (SHARE_HEADS - 1), head = out.head0 + first_finished(rank) + number;
+  // The share that the sums of each CTA have, of head first_finished(TO) + lane of this CTA, TO; lanes beyond the heads have those of others.
+  template <int TO> DI void weigh(float (&w)[SPLITS], const Output& out) const {
+    const int number = s.lane & (SHARE_HEADS - 1), first = first_finished(TO), head = out.head0 + first + number;
     float4 x[SPLITS];
     float top = -INF, all = 0.f, true_max = -INF;
 #pragma unroll
     for (int r = 0; r < SPLITS; r++) {
-      x[r] = load_float4(s.base + FINAL + r * FINAL_BYTES + number * 16);
+      if (r == TO) {
+        const int i = first >> 5, from = (first + number) & 31;   // who knows that head
+        x[r] = make_float4(__shfl_sync(~0u, M[i], from), __shfl_sync(~0u, L[i], from), WITH_MAX ? __shfl_sync(~0u, T[i], from) : -INF, 0.f);
+      } else {
+        x[r] = load_float4(s.base + FINAL + r * FINAL_BYTES + number * 16);
+      }
       top = fmaxf(top, x[r].x); true_max = fmaxf(true_max, x[r].z);
     }
 #pragma unroll
@@ -309,7 +315,7 @@ struct Parts {
       float w[SPLITS];
       if (angles) unrotate<TO * SHARE, SHARE>(acc, angles);   // while the others' are on their way
       wait_for_cluster(s.base + PARTS_FULL, 0);
-      weigh(w, out);
+      weigh<TO>(w, out);
 #pragma unroll
       for (int i = 0; i < SHARE; i++) {
         const int c = (TO * SHARE + i) >> 1, e = (TO * SHARE + i) & 1, round = i / ROUND;
@@ -507,12 +513,12 @@ DI void add_values(const Args& p, uint32_t base, int g, int w, int lane, int ran
     store_rows(out, acc, f, lane);
     out.store_scales(0, 2 * HEAD_TILES - 1);
 #else
-    const Parts parts{p, s, slab, rank, slab == 7 && has_keys && p.unrotate_output ? angles + 16 * s.g8 : 0};
+    const Parts parts{p, s, slab, rank, slab == 7 && has_keys && p.unrotate_output ? angles + 16 * s.g8 : 0, M, L, T};
     if (WITH_LSE || !has_keys) values_sync();   // all are done with rows and weights
     cluster_wait();                             // others have begun
     if (!EARLY && slab == 0) tell_cluster(base + PARTS_ROOM);
     wait_for_cluster(base + PARTS_ROOM, 0);
-    parts.leave_statistics(M, L, T);
+    parts.leave_statistics();
     parts.send(acc);
     out.start(2 * slab + (s.g8 >> 2));
     parts.finish(acc, out);
