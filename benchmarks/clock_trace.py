@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from sparse_mla.kernels.hopper.bodies import BODIES, MANY_HEADS, SOURCE_FOLDER, block_heads
+from sparse_mla.kernels.hopper.bodies import BODIES, MANY_HEADS, SOURCE_FOLDER
 
 Edits = dict[str, tuple[tuple[str, str, str], ...]]
 """File -> (what comes before, text that stands there once, what comes after it)."""
@@ -36,10 +36,10 @@ TOKEN_ROLES: dict[str, dict[str, tuple[slice, tuple[str, ...]]]] = {
             slice(8, 20),
             ("half free", "free", "half", "half widened", "rest", "widened"),
         ),
-        "values": (slice(0, 8), ("summed", "written")),
+        "values": (slice(0, 8), ("summed", "written", "room", "sent", "come", "finished")),
     },
 }
-"""The same of a token."""
+"""The same of a token; the last four of values where CTAs share it."""
 FIRST_TOKEN = 56
 """Where stamps of tokens begin."""
 NEVER = 1 << 31
@@ -57,6 +57,7 @@ SCORE_TOKEN = f"stamp(8 + 4 * group + w, {FIRST_TOKEN} + item / 132, {{}});\n"
 QUERY_HALF = f"stamp(8 + 4 * group + w, {FIRST_TOKEN} + number, {{}} + 2 * half);\n"
 VALUE_TILE = "stamp(4 * g + w, done, {});\n"
 VALUE_TOKEN = f"stamp(4 * g + w, {FIRST_TOKEN} + item / 132, {{}});\n"
+COME = f"stamp(slab, {FIRST_TOKEN}, 4);\n"
 EDITS: Edits = {
     "few_heads.cu": (
         ("", "uint8_t zero_row[1024];", "\n" + STAMP),
@@ -105,6 +106,10 @@ EDITS: Edits = {
         ("", "      arrive_once(base + WEIGHTS_EMPTY + 8 * group);\n", VALUE_TILE.format(3)),
         ("", "    tokens += has_keys;\n", VALUE_TOKEN.format(0)),
         ("", "    out.store_scales(0, 2 * HEAD_TILES - 1);\n", VALUE_TOKEN.format(1)),
+        ("", "    wait_for_cluster(base + PARTS_ROOM, 0);\n", VALUE_TOKEN.format(2)),
+        ("", "    parts.send(acc);\n", VALUE_TOKEN.format(3)),
+        ("", "      wait_for_cluster(s.base + PARTS_FULL, 0);\n", COME),
+        ("", "    parts.finish(acc, out);\n", VALUE_TOKEN.format(5)),
     ),
 }  # fmt: skip
 """Where the stamps are."""
@@ -156,8 +161,8 @@ def read_global(module: Any, name: bytes, kind: Any) -> Any:
     return numbers
 
 
-def clocks_of(heads: int, tokens: int, sources: Path) -> Any:
-    """int64 array [CTA 132, warp 20, tile or token 64, event 8]: clocks since the CTA's start, or NEVER."""
+def clocks_of(heads: int, tokens: int, sources: Path) -> tuple[Any, Any]:
+    """int64 array [CTA 132, warp 20, tile or token 64, event 8], clocks since the CTA's start, or NEVER; and the launch."""
     import numpy as np
     import torch
     from attend import Case
@@ -178,7 +183,8 @@ def clocks_of(heads: int, tokens: int, sources: Path) -> Any:
     clocks = stamps.reshape(132, 20, 64, 8).astype(np.int64)
     stamped_warps = np.where(clocks[:, :, 63, 0] == 0, NEVER << 1, clocks[:, :, 63, 0])
     start = stamped_warps.min(axis=1)
-    return np.where(clocks == 0, NEVER, (clocks - start[:, None, None, None]) & 0xFFFFFFFF)
+    (part,) = hopper.launches_of(calls[0], 132)
+    return np.where(clocks == 0, NEVER, (clocks - start[:, None, None, None]) & 0xFFFFFFFF), part
 
 
 def line(clocks: Any, events: tuple[str, ...]) -> str:
@@ -194,15 +200,17 @@ def main() -> None:
     """Trace one kind of call."""
     parser = argparse.ArgumentParser(description="Clocks of one launch of a Hopper kernel.")
     parser.add_argument("--heads", type=int, default=8)
-    parser.add_argument("--tokens", type=int, default=128, help="above 66, so that none is split")
+    parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--sources", type=Path, default=SOURCE_FOLDER)
     options = parser.parse_args()
-    clocks = clocks_of(options.heads, options.tokens, options.sources)
-    many = BODIES[block_heads(options.heads, options.tokens, False)] is MANY_HEADS
+    clocks, part = clocks_of(options.heads, options.tokens, options.sources)
+    many = BODIES[part.block] is MANY_HEADS
     body = "attend.cu" if many else "few_heads.cu"
-    rounds = -(-options.tokens // 132)
-    ctas = slice(0, options.tokens - 132 * (rounds - 1))  # those with most tokens
-    for tile in range(min((10 if many else 5) * rounds, FIRST_TOKEN)):
+    rows = options.tokens * -(-options.heads // part.block) * part.splits
+    rounds = -(-rows // 132)
+    ctas = slice(0, rows - 132 * (rounds - 1))  # those with most rows
+    tiles = -(-(10 if many else 5) // part.splits) * rounds
+    for tile in range(min(tiles, FIRST_TOKEN)):
         for role, (warps, events) in ROLES[body].items():
             print(f"tile {tile:2} {role:9} {line(clocks[ctas, warps, tile], events)}")
     for token in range(min(rounds, 63 - FIRST_TOKEN)):

@@ -38,9 +38,11 @@ def test_edited_sources_compile(
         put_in = sum((before + after).count(mark) for before, _, after in places)
         assert put_in > 0
         assert body.source().count(mark) == put_in
-        (tmp_path / body.file[:-3]).mkdir()
-        variant = Variant(MXFP8, MXFP8, 1, True, True, False, head_tiles)
-        assert "registers" in ptxas(variant, tmp_path / body.file[:-3])
+        for splits in (1, 2):
+            folder = tmp_path / f"{body.file[:-3]}-{splits}"
+            folder.mkdir()
+            variant = Variant(MXFP8, MXFP8, splits, True, True, False, head_tiles)
+            assert "registers" in ptxas(variant, folder)
     assert set(edits) <= {
         name for body in (FEW_HEADS, MANY_HEADS) for name in (body.file, *body.headers)
     }
