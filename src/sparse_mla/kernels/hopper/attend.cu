@@ -73,8 +73,11 @@ constexpr int QUERY = 0, WEIGHTS = QUERIES * QUERY_BYTES, RAW = WEIGHTS + GROUPS
 constexpr int PIECES = 2 * HEAD_TILES, SHARE = PIECES / SPLITS;
 constexpr int ROUND = SHARE >= 4 ? 2 : 1, ROUNDS = SHARE / ROUND;   // pieces go on their way so many at once
 constexpr int PARTS_BYTES = 8192 * SHARE * (SPLITS - 1);   // that a CTA gets, or sends
+constexpr int SHARE_HEADS = SHARE > 2 ? 4 * SHARE : 8;     // heads of the tiles that pieces are from
+constexpr int FINAL_BYTES = 16 * SHARE_HEADS; // [head of the share] maximum, sum, true maximum, unused
+constexpr int SENT_END = 2 * PARTS_BYTES + SPLITS * FINAL_BYTES;   // of what is sent and what comes
 constexpr int ROWS_END = RAW + STAGES * STAGE;
-constexpr int ANGLES = ROWS_END < 2 * PARTS_BYTES + 1024 ? 2 * PARTS_BYTES + 1024 : ROWS_END;   // [token, TURNS][64] f32 of the rope table
+constexpr int ANGLES = ROWS_END < SENT_END ? SENT_END : ROWS_END;   // [token, TURNS][64] f32 of the rope table
 constexpr int SINKS = ANGLES + TURNS * 256;   // [128] f32, log2 units
 constexpr int SUMS = SINKS + 512;             // of a token's weights: WITH_LSE [group][head] f32, else [token parity 2][warp of values 8][16]
 constexpr int SUM_REFERENCE = SUMS + (WITH_LSE ? GROUPS * TABLE : 1024);      // WITH_LSE: [group][head] f32, what they refer to
@@ -102,12 +105,10 @@ constexpr int WALK = SLOTS + 256 * GROUPS;    // [group] 32 bytes
 constexpr int SCALE_UNITS = WALK + 32 * GROUPS;   // [stage][64] u32, where scales are that lie apart, 8-byte units
 constexpr int SHARED_BYTES = 232448;     // what a multiprocessor has
 static_assert(SCALE_UNITS + (APART ? 256 * STAGES : 0) <= SHARED_BYTES, "shared memory");
-constexpr int SHARE_HEADS = SHARE > 2 ? 4 * SHARE : 8;     // heads of the tiles that these are from
 constexpr int MESSAGE = 1024 * ROUND;         // of a warp to a CTA
 constexpr int OUTBOX = ANGLES - PARTS_BYTES;  // [round][other CTA][warp of values]: for that CTA, where rows were
 constexpr int INBOX = QUERY;                  // the same, from that CTA
 constexpr bool EARLY = PARTS_BYTES <= QUERIES * QUERY_BYTES;   // it may come when the cluster's scores are done, else when its values are
-constexpr int FINAL_BYTES = 16 * SHARE_HEADS; // [head of the share] maximum, sum, true maximum, unused
 constexpr int FINAL_OUT = OUTBOX - SPLITS * FINAL_BYTES;   // [rank] those for that CTA
 constexpr int FINAL = UNITS;                  // [rank] those from that CTA
 static_assert(SPLITS == 1 || INBOX + PARTS_BYTES <= FINAL_OUT, "room for sums");
