@@ -105,7 +105,7 @@ EDITS: Edits = {
         (VALUE_TILE.format(2), "      if (last) {\n", ""),
         ("", "      arrive_once(base + WEIGHTS_EMPTY + 8 * group);\n", VALUE_TILE.format(3)),
         ("", "    tokens += has_keys;\n", VALUE_TOKEN.format(0)),
-        ("", "    out.store_scales(0, 2 * HEAD_TILES - 1);\n", VALUE_TOKEN.format(1)),
+        ("", "    out.store_scales(0, PIECES - 1);\n", VALUE_TOKEN.format(1)),
         ("", "    wait_for_cluster(base + PARTS_ROOM, 0);\n", VALUE_TOKEN.format(2)),
         ("", "    parts.send(acc);\n", VALUE_TOKEN.format(3)),
         ("", "      wait_for_cluster(s.base + PARTS_FULL, 0);\n", COME),

@@ -79,8 +79,7 @@ static inline bool gather(int id, int threads, bool x) {
   return n.result[g & 1];
 }
 static inline void __syncthreads() { gather(0, block_threads, false); }
-template <int ID> static inline void meet() { gather(ID, 256, false); }
-static inline void meet_producers() { gather(2, 128, false); }
+template <int ID, int COUNT = 256> static inline void meet() { gather(ID, COUNT, false); }
 template <int ID> static inline bool meet_or(bool x) { return gather(ID, 256, x); }
 static inline void cluster_arrive_relaxed() { cur->cluster_gen = cluster_gen; if (++cluster_count == total_threads) { cluster_count = 0; cluster_gen++; } }
 static inline void cluster_wait() { const int g = cur->cluster_gen; until([=] { return cluster_gen != g; }); }
@@ -117,7 +116,8 @@ static inline uint32_t remote(uint32_t a, int rank) { return a | (uint32_t)(rank
 static inline Barrier& barrier_at(Block* c, uint32_t b) { auto i = c->bars.find(b); if (i == c->bars.end()) fail("no barrier at %u", b); return i->second; }
 static inline void settle(Barrier& x) { if (x.pending < 0) fail("too many arrivals"); if (x.pending == 0 && x.tx == 0) { x.phase ^= 1; x.pending = x.count; } }
 static inline void barrier_init(uint32_t b, int n) { cur->cta->bars[b] = {n, n, 0, 0}; }
-static inline void arrive(uint32_t b) { Barrier& x = barrier_at(cur->cta, b); x.pending--; settle(x); }
+static inline void arrive_at(Block* c, uint32_t b) { Barrier& x = barrier_at(c, b); x.pending--; settle(x); }
+static inline void arrive(uint32_t b) { arrive_at(cur->cta, b); }
 static inline void arrive_and_expect(uint32_t b, uint32_t bytes) { Barrier& x = barrier_at(cur->cta, b); x.tx += bytes; x.pending--; settle(x); }
 static inline void wait(uint32_t b, uint32_t parity) { Barrier* x = &barrier_at(cur->cta, b); until([=] { return x->phase != parity; }); }
 static inline void copy_row(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier) {
@@ -126,19 +126,21 @@ static inline void copy_row(uint32_t to, const void* from, uint32_t bytes, uint3
   const uint8_t* f = (const uint8_t*)from;
   copies.push_back({cur->cta, to, std::vector<uint8_t>(f, f + bytes), barrier, rand() % 40});
 }
-static inline void send4(uint32_t to, float x, float y, float z, float w, uint32_t barrier) {
-  at(to, 16);
+// To a block of the cluster, later.
+static inline void send_bytes(uint32_t to, const uint8_t* from, uint32_t bytes, uint32_t barrier) {
+  at(to, 16); at(to + bytes - 16, 16);
   if (to >> 24 != barrier >> 24) fail("barrier of another block");
-  const float4 v = {x, y, z, w}; const uint8_t* f = (const uint8_t*)&v;
-  copies.push_back({cluster[(to >> 24) - 1], to & 0xffffff, std::vector<uint8_t>(f, f + 16), barrier & 0xffffff, rand() % 40});
+  copies.push_back({cluster[(to >> 24) - 1], to & 0xffffff, std::vector<uint8_t>(from, from + bytes), barrier & 0xffffff, rand() % 40});
+}
+static inline void send4(uint32_t to, float x, float y, float z, float w, uint32_t barrier) {
+  const float4 v = {x, y, z, w};
+  send_bytes(to, (const uint8_t*)&v, 16, barrier);
 }
 static inline void send_block(uint32_t to, uint32_t from, uint32_t bytes, uint32_t barrier) {
   if (to % 16 || from % 16 || bytes % 16 || from >> 24) fail("unaligned block");
-  if (to >> 24 != barrier >> 24) fail("barrier of another block");
   if (cluster[(to >> 24) - 1] == cur->cta) fail("a block to its own shared memory");   // memcheck takes it for an error
-  at(to, 16); at(to + bytes - 16, 16); at(from + bytes - 16, 16);
-  const uint8_t* f = at(from, 16);
-  copies.push_back({cluster[(to >> 24) - 1], to & 0xffffff, std::vector<uint8_t>(f, f + bytes), barrier & 0xffffff, rand() % 40});
+  at(from + bytes - 16, 16);
+  send_bytes(to, at(from, 16), bytes, barrier);
 }
 static inline void wait_for_cluster(uint32_t b, uint32_t parity) { wait(b, parity); }
 static inline void copies_land(bool all) {

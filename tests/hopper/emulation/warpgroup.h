@@ -69,7 +69,7 @@ static inline void tell_cluster(uint32_t b) {
 #ifndef EVERY_LANE_ARRIVES
   if (!one_lane()) return;
 #endif
-  for (int r = 0; r < SPLITS; r++) { Barrier& x = barrier_at(cluster[r], b); x.pending--; settle(x); }
+  for (int r = 0; r < SPLITS; r++) arrive_at(cluster[r], b);
 }
 static inline int lane_number() { return cur->lane; }
 

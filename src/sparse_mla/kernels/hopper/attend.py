@@ -265,8 +265,8 @@ def choose_splits(block: int, items: int, tiles: int, multiprocessors: int) -> i
         tiles: 64-key tiles of the list widths; a CTA gets at least one of them.
         multiprocessors: of the device.
     """
-    for splits, clusters in CLUSTERS_OF_132[block]:
-        if splits <= tiles and items * 132 <= clusters * multiprocessors:
+    for splits, rows in CLUSTERS_OF_132[block]:
+        if splits <= tiles and items * 132 <= rows * multiprocessors:
             return splits
     return 1
 

@@ -244,10 +244,8 @@ struct Parts {
   uint32_t angles;             // for `unrotate`, or 0
   const float (&M)[LANE_HEADS], (&L)[LANE_HEADS], (&T)[LANE_HEADS];   // of heads lane and lane + 32: reference, sum of the weights, true maximum
 
-  // In a box: of a round, this warp's pieces for CTA `to`, or from it.
-  DI uint32_t place(int round, int other) const { return ((round * (SPLITS - 1) + other - (other > rank)) * 8 + slab) * MESSAGE; }
-  // In the box of CTA `to`, pieces from this one.
-  DI uint32_t place_there(int round, int to) const { return ((round * (SPLITS - 1) + rank - (rank > to)) * 8 + slab) * MESSAGE; }
+  // In a box of CTA `owner`: this warp's pieces of a round for CTA `other`, or from it.
+  DI uint32_t place(int owner, int round, int other) const { return ((round * (SPLITS - 1) + other - (other > owner)) * 8 + slab) * MESSAGE; }
   DI uint32_t full(int round, int to) const { return remote(s.base + PARTS_FULL + 8 * round, to); }
 
   // Statistics go to every other CTA, of the heads that it finishes, by one warp for each. This leaves them where they are sent from.
@@ -268,24 +266,29 @@ struct Parts {
     if (angles) unrotate<FIRST, ROUND>(acc, angles);
     int lane = s.lane;
     forget(lane);              // addresses are not kept, spilled, all along
-    const uint32_t from = s.base + OUTBOX + place(N, TO);
+    const uint32_t from = s.base + OUTBOX + place(rank, N, TO);
 #pragma unroll
-    for (int i = 0; i < ROUND; i++)
-#pragma unroll
-      for (int u = 0; u < 2; u++) {
-        const float* a = acc + HEADS * u + 4 * ((FIRST + i) >> 1) + ((FIRST + i) & 1);
-        store_float4(from + 1024 * i + 512 * u + lane * 16, a[0], a[2], a[HEADS / 2], a[HEADS / 2 + 2]);
-      }
+    for (int i = 0; i < ROUND; i++) {
+      const uint32_t to = from + 1024 * i + lane * 16;
+      float v[8];
+      dims_of(v, acc, (FIRST + i) >> 1, (FIRST + i) & 1);
+      store_float4(to, v[0], v[1], v[2], v[3]); store_float4(to + 512, v[4], v[5], v[6], v[7]);
+    }
     fence_async();
     __syncwarp();
-    if (N == 0 && TO == (rank == 0)) send_statistics();   // with what is sent first
-    if (one_lane()) send_block(remote(s.base + INBOX + place_there(N, TO), TO), from, MESSAGE, full(N, TO));
+    if (N == 0 && TO == (rank == 0 ? 1 : 0)) send_statistics();   // once, with what is sent first
+    if (one_lane()) send_block(remote(s.base + INBOX + place(TO, N, rank), TO), from, MESSAGE, full(N, TO));
     if constexpr (N + 1 < ROUNDS) send_to<TO, N + 1>(acc);
   }
   // What CTA TO and following finish, except for this one.
   template <int TO = 0> DI void send(float (&acc)[2 * HEADS]) const {
     if (TO != rank) send_to<TO>(acc);
     if constexpr (TO + 1 < SPLITS) send<TO + 1>(acc);
+  }
+  // This lane's dims of a piece.
+  DI static void load_piece(float (&x)[8], uint32_t from) {
+    const float4 low = load_float4(from), high = load_float4(from + 512);
+    x[0] = low.x; x[1] = low.y; x[2] = low.z; x[3] = low.w; x[4] = high.x; x[5] = high.y; x[6] = high.z; x[7] = high.w;
   }
   // The share that the sums of each CTA have, of head first_finished(TO) + lane of this CTA, TO; lanes beyond the heads have those of others.
   template <int TO> DI void weigh(float (&w)[SPLITS], const Output& out) const {
@@ -321,20 +324,15 @@ struct Parts {
         const int c = (TO * SHARE + i) >> 1, e = (TO * SHARE + i) & 1, round = i / ROUND;
         if (i % ROUND == 0 && i > 0) wait_for_cluster(s.base + PARTS_FULL + 8 * round, 0);
         if (i == SHARE - ROUND) cluster_arrive_relaxed();   // all has come that others sent, so they may leave
-        float own[8], v[8] = {0, 0, 0, 0, 0, 0, 0, 0};
-        dims_of(own, acc, c, e);
+        float v[8] = {0, 0, 0, 0, 0, 0, 0, 0};
 #pragma unroll
         for (int r = 0; r < SPLITS; r++) {
           const float f = __shfl_sync(~0u, w[r], 8 * c + 2 * s.t + e - first_finished(TO));
-          if (r == TO) {
+          float x[8];
+          if (r == TO) dims_of(x, acc, c, e);
+          else load_piece(x, s.base + INBOX + place(TO, round, r) + 1024 * (i % ROUND) + s.lane * 16);
 #pragma unroll
-            for (int x = 0; x < 8; x++) v[x] += own[x] * f;
-            continue;
-          }
-          const uint32_t from = s.base + INBOX + place(round, r) + 1024 * (i % ROUND) + s.lane * 16;
-          const float4 low = load_float4(from), high = load_float4(from + 512);
-          v[0] += low.x * f; v[1] += low.y * f; v[2] += low.z * f; v[3] += low.w * f;
-          v[4] += high.x * f; v[5] += high.y * f; v[6] += high.z * f; v[7] += high.w * f;
+          for (int k = 0; k < 8; k++) v[k] += x[k] * f;
         }
         out.store(v, 1.f, c, e);
       }
@@ -511,7 +509,7 @@ DI void add_values(const Args& p, uint32_t base, int g, int w, int lane, int ran
     if (slab == 7 && has_keys && p.unrotate_output) unrotate<0, PIECES>(acc, angles + 16 * s.g8);
     out.start(2 * slab + (s.g8 >> 2));
     store_rows(out, acc, f, lane);
-    out.store_scales(0, 2 * HEAD_TILES - 1);
+    out.store_scales(0, PIECES - 1);
 #else
     const Parts parts{p, s, slab, rank, slab == 7 && has_keys && p.unrotate_output ? angles + 16 * s.g8 : 0, M, L, T};
     if (WITH_LSE || !has_keys) values_sync();   // all are done with rows and weights

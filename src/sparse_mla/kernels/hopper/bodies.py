@@ -112,7 +112,6 @@ FEW_HEADS = Body(
     ),
     ((1, 640),),
 )
-"""Shared memory is what an SM has: the source fills it with tiles."""
 
 BODIES = {8: FEW_HEADS, 16: MANY_HEADS, 32: MANY_HEADS, 64: MANY_HEADS}
 """Which source works on blocks of so many heads."""

@@ -254,7 +254,7 @@ DI void produce(const Args& p, uint32_t base, int w, int lane, int rank, int ste
     store_shared8(addresses + lane * 8, (uint32_t)address, (uint32_t)(address >> 32));
     __syncwarp();
     // Who has no block in a tile waits for those who have: a round ahead it would take a place for free that is not.
-    if (work.blocks() < 4) meet_producers();
+    if (work.blocks() < 4) meet<2, 128>();
 #pragma unroll 1
     for (int h = 0; h < 2; h++) {
       if (w + 4 * h >= work.blocks()) break;

@@ -9,8 +9,7 @@ DI uint32_t load_shared2(uint32_t a) { uint16_t v; asm volatile("ld.shared.u16 %
 DI void load_matrices2(uint32_t (&r)[2], uint32_t a) { asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0,%1}, [%2];" : "=r"(r[0]), "=r"(r[1]) : "r"(a) : "memory"); }
 // A value that all lanes of the warp agree on, known as such to the compiler.
 DI int uniform(int x) { int r; asm volatile("redux.sync.min.s32 %0, %1, 0xffffffff;" : "=r"(r) : "r"(x)); return r; }
-template <int ID> DI void meet() { asm volatile("bar.sync %0, 256;" ::"n"(ID) : "memory"); }
-DI void meet_producers() { asm volatile("bar.sync 2, 128;" ::: "memory"); }
+template <int ID, int COUNT = 256> DI void meet() { asm volatile("bar.sync %0, %1;" ::"n"(ID), "n"(COUNT) : "memory"); }
 // Meets like `meet` and says whether any thread passed true.
 template <int ID> DI bool meet_or(bool x) {
   int r;
