@@ -58,7 +58,7 @@ static inline void values_sync() { gather(6, 256, false); }
 static inline void scores_sync() { gather(7, 128 * (HEAD_TILES == 8 ? 2 : 3), false); }
 static inline void group_sync(int g) { gather(g + 1, 128, false); }
 static inline bool group_any(int g, bool x) { return gather(g + 1, 128, x); }
-static inline void forget(int&) {}
+template <class T> static inline void forget(T&) {}
 static inline bool one_lane() { together(31, 0, nothing); return cur->lane == 0; }
 #ifdef EVERY_LANE_ARRIVES
 static inline void arrive_once(uint32_t b) { arrive(b); }
@@ -94,6 +94,7 @@ static inline uint32_t larger_pair(uint32_t a, uint32_t b) {
   const uint32_t low = std::max((int16_t)a, (int16_t)b) & 0xffff, high = std::max((int16_t)(a >> 16), (int16_t)(b >> 16)) & 0xffff;
   return high << 16 | low;
 }
+static inline void store_global1_if(bool x, void* a, uint32_t v) { if (x) *(uint8_t*)a = (uint8_t)v; }
 static inline void store_global8_if(bool x, void* a, uint2 v) { if (x) memcpy(a, &v, 8); }
 static inline void store_global16_if(bool x, void* a, uint4 v) { if (x) memcpy(a, &v, 16); }
 template <class M> static inline void prefetch_map(const M&) {}

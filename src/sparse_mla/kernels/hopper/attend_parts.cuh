@@ -9,6 +9,7 @@ DI uint32_t load_shared1(uint32_t a) { uint32_t v; asm volatile("ld.shared.u8 %0
 DI void store_shared1(uint32_t a, uint32_t x) { asm volatile("st.shared.u8 [%0], %1;" ::"r"(a), "r"(x) : "memory"); }
 // Without a branch around what only the store needs.
 DI void store_global8_if(bool x, void* a, uint2 v) { asm volatile("{.reg .pred p; setp.ne.u32 p, %0, 0; @p st.global.v2.u32 [%1], {%2,%3};}" ::"r"((uint32_t)x), "l"(a), "r"(v.x), "r"(v.y) : "memory"); }
+DI void store_global1_if(bool x, void* a, uint32_t v) { asm volatile("{.reg .pred p; setp.ne.u32 p, %0, 0; @p st.global.u8 [%1], %2;}" ::"r"((uint32_t)x), "l"(a), "r"(v) : "memory"); }
 DI void store_global16_if(bool x, void* a, uint4 v) { asm volatile("{.reg .pred p; setp.ne.u32 p, %0, 0; @p st.global.v4.u32 [%1], {%2,%3,%4,%5};}" ::"r"((uint32_t)x), "l"(a), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory"); }
 DI void prefetch_l1(const void* a) { asm volatile("prefetch.global.L1 [%0];" ::"l"(a)); }
 // Block number `block` of a token's query, HEADS heads from `head` on, to shared memory: a head's 64 dims are 128 bytes, zeros
@@ -30,7 +31,7 @@ DI bool group_any(int g, bool x) {
   return __any_sync(~0u, r);   // for the compiler: all lanes have the same
 }
 // What is computed from x from here on is computed here, not before a loop and kept.
-DI void forget(int& x) { asm volatile("" : "+r"(x)); }
+template <class T> DI void forget(T& x) { asm volatile("" : "+r"(x)); }
 #ifdef EVERY_LANE_ARRIVES
 DI void arrive_once(uint32_t b) { arrive(b); }
 #else

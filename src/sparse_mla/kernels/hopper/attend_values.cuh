@@ -125,36 +125,44 @@ DI void write_statistics(const Args& p, int token, int head, float m, float l, f
 DI float denominator(uint32_t base, int head, float m, float l) { return l + exp2_fast(load_float(base + SINKS + 4 * head) - m); }
 
 // 0 without keys, and where huge logits rounded all weights away.
-DI float share(float x, float denominator) { return denominator > 0.f ? x / denominator : 0.f; }
+DI float share(float denominator) { return denominator > 0.f ? reciprocal(denominator) : 0.f; }
 
 // Where the rows of a token go; a lane holds 8 dims of a head, four lanes a block of 32.
 struct Output {
   const Args& p;
-  uint8_t* data;               // of head 0 of the block, this lane's dims
+  uint8_t* data;               // of the token
   int token, head0, block, part, t;
-  uint32_t group_mul;          // head / heads_per_group = head * group_mul >> 16
   uint32_t codes;              // of the scales that this lane is to store, one byte a pair of c
+  uint32_t at;                 // from there to this lane's dims of head0 + 2 t, but for what its group adds
+  uint32_t group_mul, group_of_first;   // head / heads_per_group = head * group_mul >> 16; before that shift, of head0 + 2 t
+  uint32_t group_bytes;        // what a group adds to a head's place
+  int left;                    // heads from head0 + 2 t on
+
+  static constexpr int STEP = OUT_CHUNKED ? 32 : 512;   // values between heads of a group
 
   DI void start(int first_block) {
     block = first_block;
     group_mul = 65536u / p.heads_per_group + 1;
-    const int64_t dim = (int64_t)token * p.heads * 512 + (OUT_CHUNKED ? block * 32 * p.heads_per_group : (head0 + 2 * t) * 512 + block * 32) + part * 8;
-    data = p.out + dim * (FP8_OUTPUT ? 1 : 2);
+    constexpr int BYTES = FP8_OUTPUT ? 1 : 2;
+    data = p.out + (int64_t)token * p.heads * (512 * BYTES);
+    at = ((head0 + 2 * t) * STEP + block * (OUT_CHUNKED ? 32 * p.heads_per_group : 32) + part * 8) * BYTES;
+    group_of_first = (head0 + 2 * t) * group_mul;
+    group_bytes = p.heads_per_group * 480 * BYTES;   // chunked: a group is 512 values a head, of which heads are 32 apart
+    forget(at); forget(group_bytes);
+    left = p.heads - head0 - 2 * t;
     codes = 0;
   }
-  DI int group_of(int head) const { return head * group_mul >> 16; }
-  DI int head_of(int c, int e) const { return head0 + 8 * c + 2 * t + e; }
   // Of head 8 c + 2 t + e.
   DI uint8_t* place(int c, int e) const {
-    int at = (8 * c + e) * 512;
-    if (OUT_CHUNKED) at = group_of(head_of(c, e)) * p.heads_per_group * 480 + head_of(c, e) * 32;   // 512 group hpg + 32 member
-    return data + at * (FP8_OUTPUT ? 1 : 2);
+    uint32_t place = at;
+    if (OUT_CHUNKED) place += (group_of_first + (8 * c + e) * group_mul >> 16) * group_bytes;
+    return data + place + (8 * c + e) * STEP * (FP8_OUTPUT ? 1 : 2);
   }
   DI void store_bf16(const float (&v)[8], float w, int c, int e) const {
-    store_global16_if(head_of(c, e) < p.heads, place(c, e), bf16_of(v, w));
+    store_global16_if(8 * c + e < left, place(c, e), bf16_of(v, w));
   }
   DI void store_fp8(const float (&v)[8], float f, int c, int e) const {
-    store_global8_if(head_of(c, e) < p.heads, place(c, e), e4m3_of(v, f));
+    store_global8_if(8 * c + e < left, place(c, e), e4m3_of(v, f));
   }
   DI static float largest(const float (&v)[8]) {
     return fmaxf(fmaxf(fmaxf(fabsf(v[0]), fabsf(v[1])), fmaxf(fabsf(v[2]), fabsf(v[3]))), fmaxf(fmaxf(fabsf(v[4]), fabsf(v[5])), fmaxf(fabsf(v[6]), fabsf(v[7]))));
@@ -192,11 +200,11 @@ struct Output {
     if (!FP8_OUTPUT) return;
 #pragma unroll
     for (int k = 0; k < HEADS / 16; k++) {
-      const int c = 2 * k + (part >> 1), e = part & 1, head = head0 + 8 * c + 2 * t + e;
-      if (2 * c + e < first || 2 * c + e > last || head >= p.heads) continue;
-      const int hpg = p.heads_per_group, group = group_of(head), member = head - group * hpg;
-      const int number = OUT_CHUNKED ? block * hpg + member : member * 16 + block;
-      ((uint8_t*)p.scales)[(((int64_t)group * 4 * hpg + (number >> 2)) * p.scale_stride + token) * 4 + (number & 3)] = (uint8_t)(codes >> (8 * k));
+      const int own = 2 * (part >> 1), e = part & 1, piece = 4 * k + own + e, further = 16 * k + 4 * own + e;   // heads further than head0 + 2 t
+      // Its number among the scales of a token, 4 to a word: block hpg + member in a group of 16 hpg, or 16 head + block.
+      const uint32_t head = head0 + 2 * t + further, hpg = p.heads_per_group;
+      const uint32_t number = OUT_CHUNKED ? (group_of_first + further * group_mul >> 16) * 15 * hpg + head + block * hpg : head * 16 + block;
+      store_global1_if(further < left && piece >= first && piece <= last, (uint8_t*)(p.scales + token) + (uint64_t)(number >> 2) * p.scale_stride * 4 + (number & 3), codes >> (8 * k));
     }
   }
 };
@@ -308,7 +316,7 @@ struct Parts {
 #pragma unroll
     for (int r = 0; r < SPLITS; r++) { w[r] = top == -INF ? 0.f : exp2_fast(x[r].x - top); all += x[r].y * w[r]; }
     if (slab == 0 && s.lane < SHARE_HEADS) write_statistics(p, out.token, head, top, all, true_max);
-    const float one = share(1.f, denominator(s.base, head, top, all));
+    const float one = share(denominator(s.base, head, top, all));
 #pragma unroll
     for (int r = 0; r < SPLITS; r++) w[r] *= one;
   }
@@ -497,13 +505,13 @@ DI void add_values(const Args& p, uint32_t base, int g, int w, int lane, int ran
     }
     if (!WITH_LSE && has_keys) share_sums(s, tokens & 1, total, L);
     tokens += has_keys;
-    Output out{p, nullptr, token, head0, 0, s.g8 & 3, s.t};
+    Output out{p, nullptr, token, head0, 0, s.g8 & 3, s.t, 0, 0, 0, 0, 0, 0};
 #if SPLITS == 1
     float f[LANE_HEADS];
 #pragma unroll
     for (int i = 0; i < LANE_HEADS; i++) {
       const int head = head0 + lane_head(lane, i);
-      f[i] = share(1.f, denominator(base, head, M[i], L[i]));
+      f[i] = share(denominator(base, head, M[i], L[i]));
       if (g == 0 && w == 0) write_statistics(p, token, head, M[i], L[i], T[i]);
     }
     if (slab == 7 && has_keys && p.unrotate_output) unrotate<0, PIECES>(acc, angles + 16 * s.g8);
