@@ -69,7 +69,8 @@ class AttentionResult:
 
     output: Tensor | QuantizedOutput  # bf16 [T, H, 512] in `layout`, or FP8
     lse: Tensor | None  # float32 [T, H], natural log, without the sink; +inf for a row without keys
-    max_logits: Tensor | None  # float32 [T, H]; -inf for a row without keys
+    # float32 [T, H]; -inf for a row without keys, any number where `lse` is NaN
+    max_logits: Tensor | None
     choice: BackendChoice  # which backend ran, and why
     layout: Layout
     heads_per_group: int

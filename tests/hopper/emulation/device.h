@@ -170,7 +170,7 @@ static inline uint32_t to_e4m3(float f) {
 static inline uint32_t two(uint16_t lo, uint16_t hi) { return lo | (uint32_t)hi << 16; }
 // A prefetch outside of its tensor would go unnoticed on a GPU, so it reads here.
 static inline void prefetch_l2(const void* a) { (void)*(const volatile char*)a; }
-static inline float exp2_fast(float x) { return exp2f(x); }
+static inline float exp2_fast(float x) { return x != x ? __int_as_float(0x7fffffff) : exp2f(x); }   // NaN as the GPU has it
 static inline float reciprocal(float x) { return 1.f / x; }
 static inline uint32_t pack_f16(float lo, float hi) { return two(to_f16(lo), to_f16(hi)); }
 static inline uint32_t pack_bf16(float lo, float hi) { return two(to_bf16(lo), to_bf16(hi)); }

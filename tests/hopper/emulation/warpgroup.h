@@ -7,7 +7,9 @@ static inline int2 make_int2(int x, int y) { return {x, y}; }
 static inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 
 // Operands in shared memory: descriptors as the kernel makes them, 128-byte swizzle.
-static inline uint64_t dim_major(uint32_t a) { return (uint64_t)((a & 0x3ffff) >> 4) | (1ull << 16) | (64ull << 32) | (1ull << 62); }
+static inline uint32_t dim_major_low(uint32_t a) { return (a & 0x3ffff) >> 4 | 1 << 16; }
+static inline uint64_t dim_major_of(uint32_t low) { return low | (64ull << 32) | (1ull << 62); }
+static inline uint64_t dim_major(uint32_t a) { return dim_major_of(dim_major_low(a)); }
 // Numbers of the tensor cores.
 #if BF16_NUMBERS
 static inline uint16_t to_number(float f) { return to_bf16(f); }
@@ -90,14 +92,14 @@ static inline void store_matrices_turned(uint32_t a, uint32_t x, uint32_t y, uin
 }
 
 static inline void unrotate_pair(float& x, float& y, float co, float si) { const float a = x, b = y; x = a * co + b * si; y = b * co - a * si; }
-static inline uint32_t larger_pair(uint32_t a, uint32_t b) {
-  const uint32_t low = std::max((int16_t)a, (int16_t)b) & 0xffff, high = std::max((int16_t)(a >> 16), (int16_t)(b >> 16)) & 0xffff;
-  return high << 16 | low;
-}
 static inline void store_global1_if(bool x, void* a, uint32_t v) { if (x) *(uint8_t*)a = (uint8_t)v; }
 static inline void store_global8_if(bool x, void* a, uint2 v) { if (x) memcpy(a, &v, 8); }
 static inline void store_global16_if(bool x, void* a, uint4 v) { if (x) memcpy(a, &v, 16); }
 template <class M> static inline void prefetch_map(const M&) {}
+template <class A, class M> static inline void prefetch_query(const A& p, const M&, int block, int head, int token) {
+  const int64_t first = p.query_chunked ? ((int64_t)4 * block * p.heads + head) * 32 : head * p.q_head_stride + block * 128;
+  prefetch_l2(p.q + token * p.q_token_stride + first);
+}
 static inline void prefetch_l1(const void* a) { (void)*(const volatile char*)a; }
 static inline uint32_t load_shared1(uint32_t a) { return get<uint8_t>(a); }
 static inline void store_shared1(uint32_t a, uint32_t x) { put<uint8_t>(a, (uint8_t)x); }

@@ -17,7 +17,8 @@
 //             tensor cores give (keys x heads) scores. Weights go to shared memory, heads x keys, and the scales of the
 //             tile, f16, beside its rows. One warp of each group looks up where later rows are. The group whose tile is a
 //             token's first has the query copied while the others work on the tiles before, or, where there is room for two
-//             queries, one tile ahead; it turns half of it, the group of the tile after the other half.
+//             queries, one tile ahead; it turns half of it, the group of the tile after the other half. It is in the L2 by then,
+//             which is asked for it when the rows of that tile are looked up.
 //   values    warpgroup g adds up (dims x heads) of all tiles for dims 256 g .. 256 g + 255. A lane reads 8 dims of four
 //             keys, pairs up two keys of a dim, widens them, and multiplies by the weights. Between its products a warp
 //             copies 8 rows of the tile AHEAD further, one bulk copy each.
@@ -89,13 +90,14 @@ constexpr int FULL = RAW_FULL + 8 * STAGES;                // [group], weights
 constexpr int WEIGHTS_EMPTY = FULL + 8 * GROUPS;           // [group], and the rows of that tile are read
 constexpr int SETTLED = WEIGHTS_EMPTY + 8 * GROUPS;        // [group], the scores of its tile are done, the reference is final
 constexpr int HALF_READ = SETTLED + 8 * GROUPS;            // [group], the products with the first half of the query are done
-constexpr int QUERY_RAW = HALF_READ + 8 * GROUPS;          // [token parity 2][half 2], bf16 values of blocks 0 to 3 and 4 to 7 have come
+constexpr int ALL_READ = HALF_READ + 8 * GROUPS;           // [group], ... with all of it
+constexpr int QUERY_RAW = ALL_READ + 8 * GROUPS;           // [token parity 2][half 2], bf16 values of blocks 0 to 3 and 4 to 7 have come
 constexpr int QUERY_FULL = QUERY_RAW + 32;    // [token parity 2]: with three groups one may come to it when the token before has not passed
 constexpr int SUMS_READ = QUERY_FULL + 16;    // [token parity 2]
 constexpr int PARTS_ROOM = SUMS_READ + 16;    // SPLITS > 1: all of the cluster have room for sums
 constexpr int PARTS_FULL = PARTS_ROOM + 8;    // [round], what the cluster sends has come
 constexpr int VALID = SUMS_READ + 16 + (SPLITS > 1 ? 8 + 8 * ROUNDS : 0);   // [tile 8] u64, one bit a key
-constexpr int HOW = VALID + 64;               // [tile 8][8 rows] u8: 0 no tile, 1 window, 2 compressed set | 128: all of them exist
+constexpr int HOW = VALID + 64;               // [tile 8][8 rows] u8: 0 window, 1 compressed set | MISSING: not all of them exist; or NO_TILE
 constexpr int WHICH = HOW + 64;               // [tile, TILES][2] u32, see Walk::word; token and heads
 constexpr int GREW = WHICH + 8 * TILES;       // [group] u32, sums must be rescaled
 constexpr int MET = GREW + 4 * GROUPS;        // [token, KEPT] u32, a tile had a key
@@ -103,6 +105,7 @@ constexpr int UNITS = (MET + 4 * KEPT + 15) & ~15;   // [stage][64] u32, where i
 constexpr int SLOTS = UNITS + 256 * STAGES;   // [group][64] int
 constexpr int WALK = SLOTS + 256 * GROUPS;    // [group] 32 bytes
 constexpr int SCALE_UNITS = WALK + 32 * GROUPS;   // [stage][64] u32, where scales are that lie apart, 8-byte units
+constexpr uint32_t MISSING = 2, NO_TILE = 4 | MISSING;
 constexpr int SHARED_BYTES = 232448;     // what a multiprocessor has
 static_assert(SCALE_UNITS + (APART ? 256 * STAGES : 0) <= SHARED_BYTES, "shared memory");
 constexpr int MESSAGE = 1024 * ROUND;         // of a warp to a CTA
@@ -130,7 +133,7 @@ constexpr int ENTRY_REGISTERS = 65536 / THREADS & ~7;   // of a thread at the st
 static_assert(2 * VALUES_REGISTERS + GROUPS * SCORES_REGISTERS <= (2 + GROUPS) * ENTRY_REGISTERS, "registers of a CTA");
 constexpr float ABOVE = 10.f;    // of the largest weight over its reference, log2, when that moves
 constexpr float MOST = 15.f;     // ... and at most
-constexpr uint32_t TOP_WEIGHT = BF16_NUMBERS ? 0x47004700 : 0x78007800;   // 2^MOST, a pair
+constexpr float TOP_WEIGHT = 32768.f;    // 2^MOST
 
 // How the query lies in device memory, as the TMA takes it (CUtensorMap); the host makes it.
 struct __align__(64) TensorMap { uint64_t words[16]; };
@@ -150,8 +153,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend(const __grid_con
   const int rank = SPLITS == 1 ? 0 : blockIdx.x % SPLITS, item0 = blockIdx.x / SPLITS, item_step = gridDim.x / SPLITS;
   if (tid == 0) {
     prefetch_map(query_map);
-    for (int i = 0; i < STAGES; i++) { barrier_init(base + RAW_FULL + 8 * i, HAS_V4 ? 72 : 8); }
-    for (int i = 0; i < GROUPS; i++) { barrier_init(base + FULL + 8 * i, 4 * WARP); barrier_init(base + WEIGHTS_EMPTY + 8 * i, 8 * WARP); barrier_init(base + SETTLED + 8 * i, 4 * WARP); barrier_init(base + HALF_READ + 8 * i, 4 * WARP); }
+    for (int i = 0; i < STAGES; i++) { barrier_init(base + RAW_FULL + 8 * i, HAS_V4 ? 1 + 64 : 1); }
+    for (int i = 0; i < GROUPS; i++) { barrier_init(base + FULL + 8 * i, 4 * WARP); barrier_init(base + WEIGHTS_EMPTY + 8 * i, 8 * WARP); barrier_init(base + SETTLED + 8 * i, 4 * WARP); barrier_init(base + HALF_READ + 8 * i, 4 * WARP); barrier_init(base + ALL_READ + 8 * i, 4 * WARP); }
     for (int i = 0; i < 4; i++) barrier_init(base + QUERY_RAW + 8 * i, 1);
     for (int i = 0; i < 2; i++) { barrier_init(base + QUERY_FULL + 8 * i, 8 * WARP); barrier_init(base + SUMS_READ + 8 * i, 8 * WARP); }
     if (SPLITS > 1) {

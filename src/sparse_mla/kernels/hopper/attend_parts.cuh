@@ -18,9 +18,17 @@ DI void copy_query(const Args& p, const TensorMap& map, uint32_t to, int block, 
   asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5}], [%6];"
       ::"r"(to), "l"(&map), "r"(0), "r"(p.query_chunked ? 4 * block : block), "r"(head), "r"(token), "r"(barrier) : "memory");
 }
+// The same to the L2.
+DI void prefetch_query(const Args& p, const TensorMap& map, int block, int head, int token) {
+  asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global.tile [%0, {%1, %2, %3, %4}];"
+      ::"l"(&map), "r"(0), "r"(p.query_chunked ? 4 * block : block), "r"(head), "r"(token) : "memory");
+}
 DI void prefetch_map(const TensorMap& map) { asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory"); }
-// Descriptor of the heads in shared memory, a head's numbers side by side: 128-byte swizzle, 1024 B between 8 heads.
-DI uint64_t dim_major(uint32_t a) { return (uint64_t)((a & 0x3ffff) >> 4) | (1ull << 16) | (64ull << 32) | (1ull << 62); }
+// Descriptor of the heads in shared memory, a head's numbers side by side: 128-byte swizzle, 1024 B between 8 heads. Its low half
+// says where, in units of 16 bytes, and the other one is always the same.
+DI uint32_t dim_major_low(uint32_t a) { return (a & 0x3ffff) >> 4 | 1 << 16; }
+DI uint64_t dim_major_of(uint32_t low) { return low | (64ull << 32) | (1ull << 62); }
+DI uint64_t dim_major(uint32_t a) { return dim_major_of(dim_major_low(a)); }
 DI void values_sync() { asm volatile("bar.sync 6, 256;" ::: "memory"); }   // both warpgroups of values
 DI void scores_sync() { asm volatile("bar.sync 7, %0;" ::"n"(128 * GROUPS) : "memory"); }   // all of scores
 DI void group_sync(int g) { asm volatile("bar.sync %0, 128;" ::"r"(g + 1) : "memory"); }   // a warpgroup of scores
@@ -49,8 +57,6 @@ DI int lane_number() { int r; asm volatile("mov.u32 %0, %%laneid;" : "=r"(r)); r
 DI void load_matrices(uint32_t (&x)[4], uint32_t a) { asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(a) : "memory"); }
 DI void store_matrices_turned(uint32_t a, uint32_t x, uint32_t y, uint32_t z, uint32_t w) { asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(a), "r"(x), "r"(y), "r"(z), "r"(w) : "memory"); }
 
-// Of numbers >= 0, f16 or bf16, whose order is that of their bits; NaN is above all.
-DI uint32_t larger_pair(uint32_t a, uint32_t b) { uint32_t r; asm("max.s16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b)); return r; }
 // A pair turned back, in the registers that it has: left to the compiler it takes 26 words of spills.
 DI void unrotate_pair(float& x, float& y, float co, float si) {
   asm volatile("{.reg .f32 t, u; mul.f32 t, %0, %2; mul.f32 u, %0, %3; fma.rn.f32 %0, %1, %3, t; neg.f32 u, u; fma.rn.f32 %1, %1, %2, u;}"
@@ -128,6 +134,13 @@ template <int HIGH> DI uint32_t e4m3_pair(uint32_t w) {
 }
 
 // ---------------------------------------------------------------- work of a CTA
+// To the next of COUNT places in turn; the parity is that of the rounds.
+template <int COUNT> DI void next_place(int& place, uint32_t& parity) {
+  if (COUNT == 2) { parity ^= place; place ^= 1; return; }   // fewer instructions
+  const bool wraps = place == COUNT - 1;
+  place = wraps ? 0 : place + 1;
+  parity ^= wraps;
+}
 struct Span { int window_tiles, window_keys, compressed_keys, first, last; };
 
 DI Span span_of(const Args& p, int window_keys, int compressed_keys, int rank) {

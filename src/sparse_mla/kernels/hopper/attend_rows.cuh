@@ -11,7 +11,8 @@ struct Walk {
   int flags;                   // compressed set | tokens with tiles before this one << 1
 
   // What others need to know of the tile: 0 window, 1 compressed set, 2 no tile | the first of the token << 2 | the first of its group in
-  // the token << 3 | the last of its group << 4 | the last of the token << 5 | tokens with tiles before this one, modulo TURNS << 6 | the second of the token << 9.
+  // the token << 3 | the last of its group << 4 | the last of the token << 5 | tokens with tiles before this one, modulo TURNS << 6 | the second of the token << 9
+  // and, by `note`, all its keys exist << 10.
   DI uint32_t word(int items) const { return item >= items ? 2 : (flags & 1) | (number == 0) << 2 | (number < GROUPS) << 3 | (token_tiles < GROUPS) << 4 | (token_tiles < 1) << 5 | (flags & (2 * TURNS - 2)) << 5 | (number == 1) << 9; }
 };
 
@@ -55,9 +56,9 @@ struct Lookup {
   DI void note(uint32_t tile, int stage, uint32_t word, int item, int slot0, int slot1) const {
     const uint32_t place = tile & (TILES - 1);
     tile &= 7;
-    if (one_lane()) store_shared8(base + WHICH + 8 * place, word, item);
     if ((word & 3) == 2) {
-      if (lane < 8) store_shared1(base + HOW + 8 * tile + lane, 0);
+      if (one_lane()) store_shared8(base + WHICH + 8 * place, word, item);
+      if (lane < 8) store_shared1(base + HOW + 8 * tile + lane, NO_TILE);
       return;
     }
     const Places k = word & 1 ? p.b.places : p.a.places;
@@ -72,9 +73,12 @@ struct Lookup {
       if (APART) store_shared4(at - UNITS + SCALE_UNITS, scale_units(k, slot, page));
       valid[i] = __ballot_sync(~0u, ok);
     }
-    if (one_lane()) store_shared8(base + VALID + 8 * tile, valid[0], valid[1]);
+    if (one_lane()) {
+      store_shared8(base + WHICH + 8 * place, word | ((valid[0] & valid[1]) == ~0u) << 10, item);
+      store_shared8(base + VALID + 8 * tile, valid[0], valid[1]);
+    }
     const uint32_t eight = (lane & 4 ? valid[1] : valid[0]) >> (8 * (lane & 3));
-    if (lane < 8) store_shared1(base + HOW + 8 * tile + lane, 1 + (word & 1) + ((eight & 255) == 255 ? 128 : 0));
+    if (lane < 8) store_shared1(base + HOW + 8 * tile + lane, (word & 1) | ((eight & 255) == 255 ? 0 : MISSING));
   }
   DI void ask(int group, const Walk& s) const {
     const uint32_t slots = base + SLOTS + group * 256 + lane * 4, walk = base + WALK + group * 32;
@@ -114,17 +118,19 @@ struct Lookup {
     seek(s, item0, AHEAD + group, 0);
     ask(group, s);
   }
-  // At the head of tile `tile` of a group; `stage`: of tile + AHEAD.
-  DI void next(uint32_t tile, int group, int stage) const {
+  // At the head of tile `tile` of a group; `stage`: of tile + AHEAD. Returns the item that begins with that one, or one that does not exist.
+  DI int next(uint32_t tile, int group, int stage) const {
     copy_wait<0>();
     __syncwarp();
     const uint32_t slots = base + SLOTS + group * 256 + lane * 4;
     Walk s = recall(group);
     note(tile + AHEAD, stage, s.word(items()), s.item, load_shared4(slots), load_shared4(slots + 128));
+    const int begins = s.number == 0 ? s.item : items();
     advance(s);
     __syncwarp();              // all lanes have recalled
     ask(group, s);
     __syncwarp();
+    return begins;
   }
 };
 
@@ -134,21 +140,21 @@ struct Coming {
   const Args& p;
   int lane;
   uint32_t to, full;           // shared memory of its first row; barrier
-  int kind;                    // of the record, if the sets differ
   const uint8_t* pages;
   uint32_t how, at, units[8];  // see HOW; where the units are, and they
-  bool live;                   // `copy` has something to do
 
   static constexpr bool SAME = A_KIND == B_KIND && (A_ROW_UNITS * 16 == A_SCALE_STRIDE) == (B_ROW_UNITS * 16 == B_SCALE_STRIDE);
+  DI bool compressed() const { return how & 1; }
   template <int KIND, bool TOGETHER> DI static constexpr int bytes_of() { return TOGETHER ? Raw<KIND>::DATA + Raw<KIND>::SCALES : Raw<KIND>::DATA; }
-  DI int pitch() const { return SAME || kind == 0 ? Raw<A_KIND>::PITCH : Raw<B_KIND>::PITCH; }
-  DI int bytes() const { return SAME || kind == 0 ? bytes_of<A_KIND, A_ROW_UNITS * 16 == A_SCALE_STRIDE>() : bytes_of<B_KIND, B_ROW_UNITS * 16 == B_SCALE_STRIDE>(); }
+  DI int pitch() const { return SAME || !compressed() ? Raw<A_KIND>::PITCH : Raw<B_KIND>::PITCH; }
+  DI int bytes() const { return SAME || !compressed() ? bytes_of<A_KIND, A_ROW_UNITS * 16 == A_SCALE_STRIDE>() : bytes_of<B_KIND, B_ROW_UNITS * 16 == B_SCALE_STRIDE>(); }
 
   template <int KIND, bool TOGETHER> DI void start_set(uint32_t base, int stage, int warp, uint32_t at, const KeyArgs& k) {
     using R = Raw<KIND>;
     pages = k.pages;
     to = base + RAW + stage * STAGE + warp * 8 * R::PITCH + (warp >> 1) * 32;
-    if (one_lane()) arrive_and_expect(full, 8 * (TOGETHER || KIND != KIND_V4 ? R::DATA + R::SCALES : R::DATA));
+    // By one warp for all: bytes may come before they are expected.
+    if (warp == 0 && one_lane()) arrive_and_expect(full, 64 * (TOGETHER || KIND != KIND_V4 ? R::DATA + R::SCALES : R::DATA));
     if (!TOGETHER) {
       if (KIND == KIND_V4) {   // 8 bytes are too few for a bulk copy
         const uint32_t row = at + (lane & 7) * 4;
@@ -167,21 +173,18 @@ struct Coming {
   DI void look(uint32_t base, uint32_t tile, int stage, int warp) {
     how = load_shared1(base + HOW + 8 * (tile & 7) + warp);
     at = base + UNITS + stage * 256 + warp * 32;
-    if (SPLITS > 1 && how == 0) return;            // FINAL may be there
+    if (SPLITS > 1 && how == NO_TILE) return;      // FINAL may be there
     const uint4 x = load_shared16(at), y = load_shared16(at + 16);
     units[0] = x.x; units[1] = x.y; units[2] = x.z; units[3] = x.w; units[4] = y.x; units[5] = y.y; units[6] = y.z; units[7] = y.w;
   }
   // Its rows go to `stage`: they are left to `copy`, or copied here if one of them does not exist.
   DI void start(uint32_t base, int stage, int warp) {
-    live = false;
-    if (how == 0) return;
-    kind = (how & 3) - 1;
+    if (how == NO_TILE) return;
     full = base + RAW_FULL + 8 * stage;
     if (HAS_V4 && A_KIND != B_KIND) fence_async();   // what other threads copied here were scales, now rows may come
-    if (SAME || kind == 0) start_set<A_KIND, A_ROW_UNITS * 16 == A_SCALE_STRIDE>(base, stage, warp, at, kind ? p.b : p.a);
+    if (SAME || !compressed()) start_set<A_KIND, A_ROW_UNITS * 16 == A_SCALE_STRIDE>(base, stage, warp, at, compressed() ? p.b : p.a);
     else start_set<B_KIND, B_ROW_UNITS * 16 == B_SCALE_STRIDE>(base, stage, warp, at, p.b);
-    live = how & 128;
-    if (live) {
+    if (!(how & MISSING)) {
       if (SAME) return;        // the compiler has them in uniform registers already; with two records there are too few, and all would spill
 #pragma unroll
       for (int i = 0; i < 8; i++) units[i] = uniform_least(units[i]);
@@ -197,6 +200,6 @@ struct Coming {
   DI void copy(int pair) const {
     const uint32_t row = to + 2 * pair * pitch();
     const uint8_t *from0 = pages + (uint64_t)units[2 * pair] * 16, *from1 = pages + (uint64_t)units[2 * pair + 1] * 16;
-    if (live) copy_two_rows_together(row, row + pitch(), from0, from1, bytes(), full, p.row_policy);
+    if (!(how & MISSING)) copy_two_rows_together(row, row + pitch(), from0, from1, bytes(), full, p.row_policy);
   }
 };

@@ -5,6 +5,8 @@
 constexpr int TOGETHER = HEAD_TILES == 8 ? 1 : 2;   // products that are issued at once; 64 heads leave no registers for two
 constexpr int OPERANDS = TOGETHER == 1 ? 3 : 2;     // so many times TOGETHER, widened keys are kept
 static_assert(QUERIES == 1 || AHEAD >= GROUPS, "a group that asks ahead knows its next tile");
+// Of numbers >= 0 the largest, as its bits, whose order is theirs; NaN is above all.
+DI int largest(int bits, float x, float y) { return max(max(bits, __float_as_int(x)), __float_as_int(y)); }
 
 struct Scores {
   const Args& p;
@@ -25,6 +27,11 @@ struct Scores {
   DI uint32_t parity_before(int tiles) const { return GROUPS == 2 ? (own ^ group ^ 1) & 1 : (group >= tiles ? own : own + 1) & 1; }
   // What the group of the tile before has done with it.
   DI void wait_before(uint32_t barriers) const { wait(barriers + 8 * group_before(1), parity_before(1)); }
+  // What the other groups have done with theirs.
+  DI void wait_others(uint32_t barriers) const {
+#pragma unroll
+    for (int x = 1; x < GROUPS; x++) wait(barriers + 8 * group_before(x), parity_before(x));
+  }
 
   // The widened scales of the warp's rows, for all who read the tile.
   template <int KIND> DI void widen_scales(uint32_t row, uint32_t to) const {
@@ -107,7 +114,7 @@ struct Scores {
   DI bool weigh(const float (&S)[HEADS / 2], float (&add)[2]) const {
     const uint32_t at = base + WEIGHTS + group * BLOCK + ((lane >> 4) * 8 + (lane & 7)) * 128 + (((2 * w + ((lane >> 3) & 1)) ^ (lane & 7)) << 4);
     float sums[HEADS / 4];
-    uint32_t most = 0;
+    int most = 0;
 #pragma unroll
     for (int c = 0; c < HEAD_TILES; c += 2) {
       uint32_t P[4];
@@ -117,12 +124,12 @@ struct Scores {
         const float e0 = exp2_fast(s[0]), e1 = exp2_fast(s[1]), f0 = exp2_fast(s[2]), f1 = exp2_fast(s[3]);
         P[2 * x] = pack_numbers(e0, e1); P[2 * x + 1] = pack_numbers(f0, f1);
         if (WITH_LSE) { sums[2 * (c + x)] = e0 + f0; sums[2 * (c + x) + 1] = e1 + f1; }
-        most = larger_pair(larger_pair(most, P[2 * x]), P[2 * x + 1]);
+        most = largest(largest(most, e0, e1), f0, f1);
       }
       store_matrices_turned(at + c * 1024, P[0], P[1], P[2], P[3]);
     }
     if (WITH_LSE) gather_columns<false>(sums, add);
-    return (most + (0x7fff7fff - TOP_WEIGHT)) & 0x80008000;
+    return most > __float_as_int(TOP_WEIGHT);
   }
   // Moves the references of heads whose maximum over this tile exceeds them by more than 2^15 (all of them on the first
   // tile that has a key). S: logits relative to the reference, log2 units. The weights' space of the group, whose
@@ -196,8 +203,9 @@ struct Scores {
   }
   DI void place_lane() { forget(lane); g8 = lane >> 2; t = lane & 3; }   // anew, instead of registers during the products
   DI int key() const { return 16 * (g8 >> 1) + 4 * (g8 & 1) + w; }       // of this lane's two keys the first, the other is 8 further
-  // Scores, scales and weights of the group's next tile; `first` of the token, `last` of this group's. `number`: of the token.
-  template <int KIND> DI void tile(uint32_t number, bool first, bool last) {
+  // Scores, scales and weights of the group's next tile; `first` of the token, `last` of this group's, `all` its keys exist.
+  // `number`: of the token.
+  template <int KIND> DI void tile(uint32_t number, bool first, bool last, bool all) {
     place_lane();
     const uint32_t kept = number & (KEPT - 1), raw = base + RAW + stage * STAGE;
     float S[HEADS / 2];
@@ -213,12 +221,11 @@ struct Scores {
     }
     // What the weights need is asked for while the last products run.
     place_lane();
-    const uint32_t bits = load_shared4(base + VALID + 8 * (ring() & 7) + (g8 & 4)) >> (key() & 31);
-    const bool ok0 = bits & 1, ok1 = bits & 256;
     wait(base + WEIGHTS_EMPTY + 8 * group, (own & 1) ^ 1);
     wait_before(base + SETTLED);
     const bool met = !first && load_shared4(base + MET + 4 * kept);
     mma_wait<0>();
+    if (QUERIES == 1) arrive_once(base + ALL_READ + 8 * group);
     RawPosition position;
     if (QUERIES == 2 && w == 0) ask_ahead(number, position);
     if (met) {
@@ -233,10 +240,11 @@ struct Scores {
     float add[2];
     bool grew = false;
     // Most tiles have all their keys, and references seldom move: weights are found as if it were so, and once more if not.
-    bool exact = __ballot_sync(~0u, ok0 && ok1) != ~0u;
-    if (WITH_MAX || !met) exact = true;
-    else exact |= weigh(S, add);
+    bool exact = !all || WITH_MAX || !met;
+    if (!WITH_MAX && met) exact |= weigh(S, add);
     if (group_any(group, exact)) {
+      const uint32_t bits = load_shared4(base + VALID + 8 * (ring() & 7) + (g8 & 4)) >> (key() & 31);
+      const bool ok0 = bits & 1, ok1 = bits & 256;
       float top = -INF;
 #pragma unroll
       for (int x = 0; x < HEADS / 2; x++) {
@@ -301,7 +309,7 @@ struct Scores {
     if (QUERIES == 1) {
       wait(base + SETTLED + 8 * group, (own & 1) ^ 1); // of this group's other warps
       ask_half(item, number, 0, 0);
-      wait_before(base + SETTLED);
+      wait_others(base + ALL_READ);
     } else {
       wait(base + SETTLED + 8 * group_before(2), parity_before(2));   // of the token two before, which had this place; the tile before may be of the other one
       ask_half(item, number, 0, 0);
@@ -336,7 +344,10 @@ struct Scores {
   DI void look_up() const {
     const int freed = stage ? stage - 1 : STAGES - 1;
     if (own || group) wait(base + RAW_FULL + 8 * freed, phase ^ (stage == 0));
-    lookup().next(ring(), group, freed);
+    const int begins = lookup().next(ring(), group, freed);
+    if (SPLITS > 1 || begins >= lookup().items() || !one_lane()) return;   // a split token is a CTA's only one
+#pragma unroll 1
+    for (int b = 0; b < 8; b++) prefetch_query(p, query_map, b, first_head(p, begins), token_of(p, begins));   // so that it is there when it is asked for
   }
   DI Lookup lookup() const { return {p, base, 0, lane, rank, item_step}; }
   DI uint32_t word_at(uint32_t place) const { return __shfl_sync(~0u, load_shared4(base + WHICH + 8 * (place & (TILES - 1))), 0); }
@@ -369,29 +380,35 @@ struct Scores {
     while (true) {
       const uint32_t word = word_at(ring()), number = (word >> 6) & (TURNS - 1);
       const bool exists = (word & 3) != 2, first = word & 4;
-      // The tile before is the first of its token.
-      const bool rest = word & 512 || ((first || !exists) && (own || group) && word_at(ring() - 1) & 4);
-      const bool rest_first = rest && (first || own == 0);   // what comes next waits for the tile before, or at the start for rows
-      if (rest_first) widen_rest();
-      const bool follows = number == ((before + 1) & (TURNS - 1));   // the token of this group's last tile was the one before
-      before = number;
-      if (first && !has_asked()) {
-        if (QUERIES == 1) {
-#pragma unroll
-          for (int x = 1; x < GROUPS; x++) wait(base + HALF_READ + 8 * group_before(x), parity_before(x));
-        } else if (!follows) {
-          wait(base + SETTLED + 8 * group_before(2), parity_before(2));   // the token two before has had its query, which waited for the same barriers
+      const bool begins = word & 10;                   // the first tile of this group in the token, or none: else there is no query to care for
+      bool rest = false, rest_first = false;
+      if (begins) {
+        // The tile before is the first of its token.
+        rest = word & 512 || ((first || !exists) && (own || group) && word_at(ring() - 1) & 4);
+        rest_first = rest && (first || own == 0);      // what comes next waits for the tile before, or at the start for rows
+        if (rest_first) widen_rest();
+        const bool follows = number == ((before + 1) & (TURNS - 1));   // the token of this group's last tile was the one before
+        before = number;
+        if (first && !has_asked()) {
+          if (QUERIES == 1) {
+            wait_others(base + HALF_READ);
+          } else if (!follows) {
+            wait(base + SETTLED + 8 * group_before(2), parity_before(2));   // the token two before has had its query, which waited for the same barriers
+          }
+          if (w == 0 && (own || group)) ask_query(item_at(ring()), number);
         }
-        if (w == 0 && (own || group)) ask_query(item_at(ring()), number);
       }
-      if (w == 0 && exists) look_up();                  // while the query comes
-      if (rest && !rest_first) widen_rest();
-      if (!exists) break;
-      if (first) widen_query(0, number);
-      asked = false;
-      if (word & 8) { wait(base + QUERY_FULL + 8 * (number & 1), (number >> 1) & 1); counted = false; }
-      if (A_KIND == B_KIND || !(word & 1)) tile<A_KIND>(number, first, word & 16);
-      else tile<B_KIND>(number, first, word & 16);
+      if (w == 0 && exists) look_up();                 // while the query comes
+      if (begins) {
+        if (rest && !rest_first) widen_rest();
+        if (!exists) break;
+        if (first) widen_query(0, number);
+        asked = false;
+        wait(base + QUERY_FULL + 8 * (number & 1), (number >> 1) & 1);
+        counted = false;
+      }
+      if (A_KIND == B_KIND || !(word & 1)) tile<A_KIND>(number, first, word & 16, word & 1024);
+      else tile<B_KIND>(number, first, word & 16, word & 1024);
     }
     copy_wait<0>();
   }

@@ -29,11 +29,10 @@ DI void rescale_sums(const Values& s, float (&total)[4], uint32_t table) {
   const float f0 = load_float(table + (sum_heads(s) + s.g8) * 4), f1 = load_float(table + (sum_heads(s) + s.g8 + 8) * 4);
   total[0] *= f0; total[1] *= f0; total[2] *= f1; total[3] *= f1;
 }
-// A tile's weights as the tensor cores have them, to be added to the sums.
-DI void load_weights(const Values& s, uint32_t (&x)[SUM_STEPS][4], uint32_t weights) {
+// A tile's weights as the tensor cores have them, to be added to the sums: where this lane reads them, step `k` of SUM_STEPS.
+DI uint32_t summed_weights(const Values& s, int k) {
   const int row = s.lane & 15;
-#pragma unroll
-  for (int k = 0; k < SUM_STEPS; k++) load_matrices(x[k], weights + (sum_heads(s) + row) * 128 + (((2 * (sum_step(s) + k) + (s.lane >> 4)) ^ (row & 7)) << 4));
+  return (sum_heads(s) + row) * 128 + (((2 * (sum_step(s) + k) + (s.lane >> 4)) ^ (row & 7)) << 4);
 }
 // Left operands of two row blocks, 4 dims of a lane: words of keys (h, e); `half`: which 4 of the 8 dims.
 template <int KIND> DI void widen_words(uint32_t* a, const uint32_t (&x)[2][2], uint32_t sc0, uint32_t sc1, int half) {
@@ -63,13 +62,12 @@ DI void widen_tail(uint32_t* a, const uint32_t (&x)[2][2], const uint32_t (&y)[2
 }
 // Adds a tile to the accumulators, and does what else there is to do between its eight steps: acc[HEADS / 2 m + 4 c + 2 r + e] is dim 2 m + r of the lane's 8, head 8 c + 2 t + e.
 constexpr int PRODUCTS = 2;      // pairs of them at once
-template <int KIND, class Side> DI void add_tile(const Values& s, float (&acc)[2 * HEADS], uint32_t raw, uint32_t weights, bool first, Side side) {
+template <int KIND, class Side> DI void add_tile(const Values& s, float (&acc)[2 * HEADS], uint32_t raw, uint64_t right, bool first, Side side) {
   constexpr int PITCH = Raw<KIND>::PITCH;
   const bool tail = KIND == KIND_V4 && s.g == 1 && s.w == 3;
   const uint32_t rows = raw + s.t * (16 * PITCH + 32) + (tail ? 448 + 16 * s.g8 : (256 * s.g + 64 * s.w + 8 * s.g8) >> (KIND == KIND_NVFP4));
   const uint32_t scales = raw + scales_at<KIND>() + 8 * s.t + (KIND == KIND_NVFP4 ? (4 * (s.w & 1) + (s.g8 >> 1)) * PART + (2 * s.g + (s.w >> 1)) * 32
                                                                                  : (2 * (s.w & 1) + (s.g8 >> 2)) * PART + (2 * s.g + (s.w >> 1)) * 32);
-  const uint64_t right = dim_major(weights);
   uint32_t A[PRODUCTS][8], x[2][2], y[2][2];
   uint2 pairs;
   const auto read = [&](int k) {
@@ -426,7 +424,12 @@ DI void add_values(const Args& p, uint32_t base, int g, int w, int lane, int ran
   uint32_t done = 0, tokens = 0;    // tiles; tokens that have keys
   int stage = 0, freed = STAGES - 1;   // of this tile and of the tile before, where the rows of a tile to come go
   int group = 0, group_before = GROUPS - 1;   // of scores, likewise
-  uint32_t phase = 0, turn = 0;        // parities of the stage's and of the group's tile
+  uint32_t phase = 0, turn = 0, turn_before = 1;   // parities of the stage's, of the group's and of the tile before
+  uint32_t summed[SUM_STEPS];
+#pragma unroll
+  for (int k = 0; k < SUM_STEPS; k++) summed[k] = base + WEIGHTS + summed_weights(s, k);
+  uint32_t first_weights = dim_major_low(base + WEIGHTS);   // of a descriptor of them
+  forget(first_weights);
   Coming coming{p};
   coming.lane = lane;
   Lookup{p, base, slab, lane, rank, item_step}.begin(item0);
@@ -457,12 +460,16 @@ DI void add_values(const Args& p, uint32_t base, int g, int w, int lane, int ran
     int number = 0;
     bool last = !has_keys;
     while (!last) {
-      const uint32_t raw = base + RAW + stage * STAGE, weights = base + WEIGHTS + group * BLOCK;
+      const uint32_t raw = base + RAW + stage * STAGE;
+      const uint64_t weights = dim_major_of(first_weights + group * (BLOCK >> 4));
       last = next.last();
       wait(base + FULL + 8 * group, turn);
       const bool grew = load_shared4(base + GREW + 4 * group);
       uint32_t some[SUM_STEPS][4];
-      if (!WITH_LSE) load_weights(s, some, weights);
+      if (!WITH_LSE) {
+#pragma unroll
+        for (int k = 0; k < SUM_STEPS; k++) load_matrices(some[k], summed[k] + group * BLOCK);
+      }
       wait(base + RAW_FULL + 8 * stage, phase);       // long over, but what the copies wrote is this thread's to read now
       if (number && grew) {
         rescale(s, acc, base + RESCALE + group * TABLE);
@@ -476,7 +483,7 @@ DI void add_values(const Args& p, uint32_t base, int g, int w, int lane, int ran
       const NextTile tile = next;
       const auto side = [&](int step) {
         if (step == 0) {
-          wait(base + WEIGHTS_EMPTY + 8 * group_before, group ? turn : turn ^ 1);   // the tile before, whose rows were in the stage
+          wait(base + WEIGHTS_EMPTY + 8 * group_before, turn_before);   // the tile before, whose rows were in the stage
           coming.start(base, freed, slab);
         }
         if (step & 1) coming.copy(step >> 1);
@@ -496,12 +503,10 @@ DI void add_values(const Args& p, uint32_t base, int g, int w, int lane, int ran
       arrive_once(base + WEIGHTS_EMPTY + 8 * group);
       number++;
       done++;
-      group_before = group;
-      group = group == GROUPS - 1 ? 0 : group + 1;
-      turn ^= group == 0;
+      group_before = group; turn_before = turn;
+      next_place<GROUPS>(group, turn);
       freed = stage;
-      stage = stage == STAGES - 1 ? 0 : stage + 1;
-      phase ^= stage == 0;
+      next_place<STAGES>(stage, phase);
     }
     if (!WITH_LSE && has_keys) share_sums(s, tokens & 1, total, L);
     tokens += has_keys;
