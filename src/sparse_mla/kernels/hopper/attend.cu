@@ -98,6 +98,7 @@ constexpr int PARTS_ROOM = SUMS_READ + 16;    // SPLITS > 1: all of the cluster 
 constexpr int PARTS_FULL = PARTS_ROOM + 8;    // [round], what the cluster sends has come
 constexpr int VALID = SUMS_READ + 16 + (SPLITS > 1 ? 8 + 8 * ROUNDS : 0);   // [tile 8] u64, one bit a key
 constexpr int HOW = VALID + 64;               // [tile 8][8 rows] u8: 0 window, 1 compressed set | MISSING: not all of them exist; or NO_TILE
+constexpr uint32_t MISSING = 2, NO_TILE = 4 | MISSING;
 constexpr int WHICH = HOW + 64;               // [tile, TILES][2] u32, see Walk::word; token and heads
 constexpr int GREW = WHICH + 8 * TILES;       // [group] u32, sums must be rescaled
 constexpr int MET = GREW + 4 * GROUPS;        // [token, KEPT] u32, a tile had a key
@@ -105,7 +106,6 @@ constexpr int UNITS = (MET + 4 * KEPT + 15) & ~15;   // [stage][64] u32, where i
 constexpr int SLOTS = UNITS + 256 * STAGES;   // [group][64] int
 constexpr int WALK = SLOTS + 256 * GROUPS;    // [group] 32 bytes
 constexpr int SCALE_UNITS = WALK + 32 * GROUPS;   // [stage][64] u32, where scales are that lie apart, 8-byte units
-constexpr uint32_t MISSING = 2, NO_TILE = 4 | MISSING;
 constexpr int SHARED_BYTES = 232448;     // what a multiprocessor has
 static_assert(SCALE_UNITS + (APART ? 256 * STAGES : 0) <= SHARED_BYTES, "shared memory");
 constexpr int MESSAGE = 1024 * ROUND;         // of a warp to a CTA

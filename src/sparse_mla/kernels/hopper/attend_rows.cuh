@@ -1,6 +1,13 @@
 // Rows of keys: how a tile of them lies in shared memory, where those to come are, and their copies.
 #pragma once
 
+// What others need to know of a tile, in a word: that it is of the compressed set, or none; first or last of its token or of its group
+// in the token, second of the token, all its keys exist (by `note`); and, from bit TOKENS_BEFORE on, tokens with tiles before this one, modulo TURNS.
+constexpr uint32_t COMPRESSED = 1, NONE = 2, TOKEN_FIRST = 4, GROUP_FIRST = 8, GROUP_LAST = 16, TOKEN_LAST = 32, TOKEN_SECOND = 512, ALL_EXIST = 1024;
+constexpr int TOKENS_BEFORE = 6;
+DI bool is_tile(uint32_t word) { return (word & (COMPRESSED | NONE)) != NONE; }
+DI uint32_t token_number(const uint32_t& word) { return (word >> TOKENS_BEFORE) & (TURNS - 1); }
+
 // Where the rows of tiles to come are. Warp 0 of a group of scores looks them up at the head of each of its tiles, n: it
 // notes where those of tile n + AHEAD are, whose slots it asked for GROUPS tiles before, and asks for the slots of the tile
 // that is as many further. While the values of tile n are added up the rows of tile n + AHEAD are copied.
@@ -10,10 +17,11 @@ struct Walk {
   int item, token_tiles, number;   // tiles of the token after this one, before this one
   int flags;                   // compressed set | tokens with tiles before this one << 1
 
-  // What others need to know of the tile: 0 window, 1 compressed set, 2 no tile | the first of the token << 2 | the first of its group in
-  // the token << 3 | the last of its group << 4 | the last of the token << 5 | tokens with tiles before this one, modulo TURNS << 6 | the second of the token << 9
-  // and, by `note`, all its keys exist << 10.
-  DI uint32_t word(int items) const { return item >= items ? 2 : (flags & 1) | (number == 0) << 2 | (number < GROUPS) << 3 | (token_tiles < GROUPS) << 4 | (token_tiles < 1) << 5 | (flags & (2 * TURNS - 2)) << 5 | (number == 1) << 9; }
+  DI uint32_t word(int items) const {
+    if (item >= items) return NONE;
+    return (flags & COMPRESSED) | (number == 0) * TOKEN_FIRST | (number < GROUPS) * GROUP_FIRST | (token_tiles < GROUPS) * GROUP_LAST | (token_tiles < 1) * TOKEN_LAST
+         | (flags & (2 * TURNS - 2)) << (TOKENS_BEFORE - 1) | (number == 1) * TOKEN_SECOND;
+  }
 };
 
 struct Lookup {
@@ -56,12 +64,12 @@ struct Lookup {
   DI void note(uint32_t tile, int stage, uint32_t word, int item, int slot0, int slot1) const {
     const uint32_t place = tile & (TILES - 1);
     tile &= 7;
-    if ((word & 3) == 2) {
+    if (!is_tile(word)) {
       if (one_lane()) store_shared8(base + WHICH + 8 * place, word, item);
       if (lane < 8) store_shared1(base + HOW + 8 * tile + lane, NO_TILE);
       return;
     }
-    const Places k = word & 1 ? p.b.places : p.a.places;
+    const Places k = word & COMPRESSED ? p.b.places : p.a.places;
     uint32_t valid[2];
 #pragma unroll
     for (int i = 0; i < 2; i++) {
@@ -74,11 +82,11 @@ struct Lookup {
       valid[i] = __ballot_sync(~0u, ok);
     }
     if (one_lane()) {
-      store_shared8(base + WHICH + 8 * place, word | ((valid[0] & valid[1]) == ~0u) << 10, item);
+      store_shared8(base + WHICH + 8 * place, word | ((valid[0] & valid[1]) == ~0u) * ALL_EXIST, item);
       store_shared8(base + VALID + 8 * tile, valid[0], valid[1]);
     }
     const uint32_t eight = (lane & 4 ? valid[1] : valid[0]) >> (8 * (lane & 3));
-    if (lane < 8) store_shared1(base + HOW + 8 * tile + lane, (word & 1) | ((eight & 255) == 255 ? 0 : MISSING));
+    if (lane < 8) store_shared1(base + HOW + 8 * tile + lane, (word & COMPRESSED) | ((eight & 255) == 255 ? 0 : MISSING));
   }
   DI void ask(int group, const Walk& s) const {
     const uint32_t slots = base + SLOTS + group * 256 + lane * 4, walk = base + WALK + group * 32;

@@ -320,7 +320,7 @@ struct Scores {
   // goes. The position has not come yet.
   DI void ask_ahead(uint32_t number, RawPosition& position) {
     const uint32_t place = (ring() + GROUPS) & (TILES - 1), word = word_at(place), next = (number + 1) & (TURNS - 1);
-    asked = word & 4 && ((word >> 6) & (TURNS - 1)) == next;
+    asked = word & TOKEN_FIRST && token_number(word) == next;
     if (!asked) return;
     const int item = item_at(place);
     position = ask_position(p, token_of(p, item));
@@ -337,8 +337,7 @@ struct Scores {
     QueryRows(base, query_of(number), base + ANGLES + 256 * number, rows, l).widen(half, number, p.rotate_query);
   }
   // The second half for the tile before this group's next one, the first of its token.
-  DI void widen_rest() const { widen_query(1, (word_at(ring() - 1) >> 6) & (TURNS - 1));
-  }
+  DI void widen_rest() const { widen_query(1, token_number(word_at(ring() - 1))); }
   // By warp 0, before the group's next tile. A place in UNITS is free once the copies of the tile before, which were started from
   // there, are over.
   DI void look_up() const {
@@ -364,7 +363,7 @@ struct Scores {
       if (group == 1) store_float(base + SINKS + (32 * w + lane) * 4, sink * LOG2E);
     }
     __syncthreads();
-    if (work && (word_at(0) & 3) != 2 && item_at(0) == item0) {
+    if (work && is_tile(word_at(0)) && item_at(0) == item0) {
       if (asks) ask_rest(item0, 0, position);           // after the slots, and about when the first rows are asked for
     } else if (work) {
       // What was asked for is of no use: the first row has no keys. The barrier is brought back to where it was.
@@ -372,19 +371,19 @@ struct Scores {
         wait(base + QUERY_RAW, 0);
         if (one_lane()) arrive(base + QUERY_RAW);
         __syncwarp();
-        if ((word_at(0) & 3) != 2) ask_query(item_at(0), 0);
+        if (is_tile(word_at(0))) ask_query(item_at(0), 0);
       }
       scores_sync();
     }
     uint32_t before = TURNS - 2;                       // number of the token of this group's last tile
     while (true) {
-      const uint32_t word = word_at(ring()), number = (word >> 6) & (TURNS - 1);
-      const bool exists = (word & 3) != 2, first = word & 4;
-      const bool begins = word & 10;                   // the first tile of this group in the token, or none: else there is no query to care for
+      const uint32_t word = word_at(ring()), number = token_number(word);
+      const bool exists = is_tile(word), first = word & TOKEN_FIRST;
+      const bool begins = word & (GROUP_FIRST | NONE); // the first tile of this group in the token, or none: else there is no query to care for
       bool rest = false, rest_first = false;
       if (begins) {
         // The tile before is the first of its token.
-        rest = word & 512 || ((first || !exists) && (own || group) && word_at(ring() - 1) & 4);
+        rest = word & TOKEN_SECOND || ((first || !exists) && (own || group) && word_at(ring() - 1) & TOKEN_FIRST);
         rest_first = rest && (first || own == 0);      // what comes next waits for the tile before, or at the start for rows
         if (rest_first) widen_rest();
         const bool follows = number == ((before + 1) & (TURNS - 1));   // the token of this group's last tile was the one before
@@ -407,8 +406,8 @@ struct Scores {
         wait(base + QUERY_FULL + 8 * (number & 1), (number >> 1) & 1);
         counted = false;
       }
-      if (A_KIND == B_KIND || !(word & 1)) tile<A_KIND>(number, first, word & 16, word & 1024);
-      else tile<B_KIND>(number, first, word & 16, word & 1024);
+      if (A_KIND == B_KIND || !(word & COMPRESSED)) tile<A_KIND>(number, first, word & GROUP_LAST, word & ALL_EXIST);
+      else tile<B_KIND>(number, first, word & GROUP_LAST, word & ALL_EXIST);
     }
     copy_wait<0>();
   }

@@ -407,9 +407,9 @@ struct NextTile {
   uint32_t word;               // Walk::word
   int item;
 
-  DI bool exists() const { return (word & 3) != 2; }
-  DI bool compressed() const { return word & 1; }
-  DI bool last() const { return word & 32; }   // of its token
+  DI bool exists() const { return is_tile(word); }
+  DI bool compressed() const { return word & COMPRESSED; }
+  DI bool last() const { return word & TOKEN_LAST; }   // of its token
 };
 DI NextTile next_tile(uint32_t base, uint32_t tile) {
   const uint2 x = load_shared8(base + WHICH + 8 * (tile & (TILES - 1)));
