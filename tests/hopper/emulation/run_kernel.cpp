@@ -5,7 +5,7 @@ alignas(1024) uint8_t memory[1024];
 Fiber* cur; ucontext_t sched; std::vector<Copy> copies; std::vector<Block*> cluster; int cluster_count, cluster_gen, total_threads, block_threads = CTA_THREADS;
 static const Args* args;
 static void run(void (*kernel)(Args)) { kernel(*args); }
-template <class Map> static void run(void (*kernel)(Args, Map)) { kernel(*args, Map{}); }
+template <class Map> static void run(void (*kernel)(Args, Map)) { kernel(*args, Map{{(uint64_t)args}}); }
 static void entry() { run(attend); cur->done = true; swapcontext(&cur->ctx, &sched); }
 extern "C" int emulate(const Args* p, int grid, int seed) {
   srand(seed); args = p;

@@ -58,6 +58,7 @@ template <int N> static inline void mma_wait() { together(25, 0, nothing); }
 
 static inline void values_sync() { gather(6, 256, false); }
 static inline void scores_sync() { gather(7, 128 * (HEAD_TILES == 8 ? 2 : 3), false); }
+static inline float least_or_nan(float a, float b) { return a < b || a != a ? a : b; }
 static inline void group_sync(int g) { gather(g + 1, 128, false); }
 static inline bool group_any(int g, bool x) { return gather(g + 1, 128, x); }
 template <class T> static inline void forget(T&) {}
@@ -96,23 +97,30 @@ static inline void store_global1_if(bool x, void* a, uint32_t v) { if (x) *(uint
 static inline void store_global8_if(bool x, void* a, uint2 v) { if (x) memcpy(a, &v, 8); }
 static inline void store_global16_if(bool x, void* a, uint4 v) { if (x) memcpy(a, &v, 16); }
 template <class M> static inline void prefetch_map(const M&) {}
-template <class A, class M> static inline void prefetch_query(const A& p, const M&, int block, int head, int token) {
-  const int64_t first = p.query_chunked ? ((int64_t)4 * block * p.heads + head) * 32 : head * p.q_head_stride + block * 128;
-  prefetch_l2(p.q + token * p.q_token_stride + first);
+// A map of the query: where the arguments are that say how it lies.
+struct Args;
+template <class M, class A = Args> static inline void prefetch_query(const M& map, int block, int head, int token) {
+  const A& p = *(const A*)map.words[0];
+  for (int b = block; b < block + 4; b++) {
+    const int64_t first = p.query_chunked ? ((int64_t)4 * b * p.heads + head) * 32 : head * p.q_head_stride + b * 128;
+    prefetch_l2(p.q + token * p.q_token_stride + first);
+  }
 }
 static inline void prefetch_l1(const void* a) { (void)*(const volatile char*)a; }
 static inline uint32_t load_shared1(uint32_t a) { return get<uint8_t>(a); }
 static inline void store_shared1(uint32_t a, uint32_t x) { put<uint8_t>(a, (uint8_t)x); }
 static inline void copy_commit() {}
 template <int N> static inline void copy_wait() {}
-template <class A, class M> static inline void copy_query(const A& p, const M&, uint32_t to, int block, int head, int token, uint32_t barrier) {
+template <class M, class A = Args> static inline void copy_query(const M& map, uint32_t to, int block, int head, int token, uint32_t barrier) {
+  const A& p = *(const A*)map.words[0];
   check_waited();
-  std::vector<uint8_t> box(HEAD_TILES * 1024);
-  for (int h = 0; h < 8 * HEAD_TILES && head + h < p.heads; h++)
-    for (int piece = 0; piece < 8; piece++) {
-      const int64_t from = p.query_chunked ? ((int64_t)(4 * block + (piece >> 1)) * p.heads + head + h) * 32 + (piece & 1) * 16 : (head + h) * p.q_head_stride + block * 128 + piece * 16;
-      memcpy(&box[h * 128 + piece * 16], p.q + token * p.q_token_stride + from, 16);
-    }
+  std::vector<uint8_t> box(4 * HEAD_TILES * 1024);
+  for (int b = 0; b < 4; b++)
+    for (int h = 0; h < 8 * HEAD_TILES && head + h < p.heads; h++)
+      for (int piece = 0; piece < 8; piece++) {
+        const int64_t from = p.query_chunked ? ((int64_t)(4 * (block + b) + (piece >> 1)) * p.heads + head + h) * 32 + (piece & 1) * 16 : (head + h) * p.q_head_stride + (block + b) * 128 + piece * 16;
+        memcpy(&box[b * HEAD_TILES * 1024 + h * 128 + piece * 16], p.q + token * p.q_token_stride + from, 16);
+      }
   copies.push_back({cur->cta, to, box, barrier, rand() % 40});
 }
 static inline void copy_row_together(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier, uint64_t policy) {

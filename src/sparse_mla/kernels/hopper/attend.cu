@@ -18,7 +18,7 @@
 //             tile, f16, beside its rows. One warp of each group looks up where later rows are. The group whose tile is a
 //             token's first has the query copied while the others work on the tiles before, or, where there is room for two
 //             queries, one tile ahead; it turns half of it, the group of the tile after the other half. It is in the L2 by then,
-//             which is asked for it when the rows of that tile are looked up.
+//             which is asked for it when the rows of that tile are looked up. Scores of the tile after wait for those of a token's first.
 //   values    warpgroup g adds up (dims x heads) of all tiles for dims 256 g .. 256 g + 255. A lane reads 8 dims of four
 //             keys, pairs up two keys of a dim, widens them, and multiplies by the weights. Between its products a warp
 //             copies 8 rows of the tile AHEAD further, one bulk copy each.

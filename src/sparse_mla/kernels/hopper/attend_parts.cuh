@@ -12,17 +12,16 @@ DI void store_global8_if(bool x, void* a, uint2 v) { asm volatile("{.reg .pred p
 DI void store_global1_if(bool x, void* a, uint32_t v) { asm volatile("{.reg .pred p; setp.ne.u32 p, %0, 0; @p st.global.u8 [%1], %2;}" ::"r"((uint32_t)x), "l"(a), "r"(v) : "memory"); }
 DI void store_global16_if(bool x, void* a, uint4 v) { asm volatile("{.reg .pred p; setp.ne.u32 p, %0, 0; @p st.global.v4.u32 [%1], {%2,%3,%4,%5};}" ::"r"((uint32_t)x), "l"(a), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory"); }
 DI void prefetch_l1(const void* a) { asm volatile("prefetch.global.L1 [%0];" ::"l"(a)); }
-DI int block_in_map(const Args& p, int block) { return p.query_chunked ? 4 * block : block; }
-// Block number `block` of a token's query, HEADS heads from `head` on, to shared memory: a head's 64 dims are 128 bytes, zeros
-// for heads that do not exist.
-DI void copy_query(const Args& p, const TensorMap& map, uint32_t to, int block, int head, int token, uint32_t barrier) {
-  asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5}], [%6];"
-      ::"r"(to), "l"(&map), "r"(0), "r"(block_in_map(p, block)), "r"(head), "r"(token), "r"(barrier) : "memory");
+// Blocks `block` to `block` + 3 of a token's query, HEADS heads from `head` on, to shared memory: a head's 64 dims of a block are 128
+// bytes, zeros for heads that do not exist.
+DI void copy_query(const TensorMap& map, uint32_t to, int block, int head, int token, uint32_t barrier) {
+  asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %2, %3, %4, %5}], [%6];"
+      ::"r"(to), "l"(&map), "r"(0), "r"(head), "r"(block), "r"(token), "r"(barrier) : "memory");
 }
 // The same to the L2.
-DI void prefetch_query(const Args& p, const TensorMap& map, int block, int head, int token) {
-  asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global.tile [%0, {%1, %2, %3, %4}];"
-      ::"l"(&map), "r"(0), "r"(block_in_map(p, block)), "r"(head), "r"(token) : "memory");
+DI void prefetch_query(const TensorMap& map, int block, int head, int token) {
+  asm volatile("cp.async.bulk.prefetch.tensor.5d.L2.global.tile [%0, {%1, %1, %2, %3, %4}];"
+      ::"l"(&map), "r"(0), "r"(head), "r"(block), "r"(token) : "memory");
 }
 DI void prefetch_map(const TensorMap& map) { asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory"); }
 // Descriptor of the heads in shared memory, a head's numbers side by side: 128-byte swizzle, 1024 B between 8 heads. Its low half
@@ -33,6 +32,7 @@ DI uint64_t dim_major(uint32_t a) { return dim_major_of(dim_major_low(a)); }
 DI void values_sync() { asm volatile("bar.sync 6, 256;" ::: "memory"); }   // both warpgroups of values
 DI void scores_sync() { asm volatile("bar.sync 7, %0;" ::"n"(128 * GROUPS) : "memory"); }   // all of scores
 DI void group_sync(int g) { asm volatile("bar.sync %0, 128;" ::"r"(g + 1) : "memory"); }   // a warpgroup of scores
+DI float least_or_nan(float a, float b) { float r; asm("min.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b)); return r; }
 // Whether `x` holds in any thread of the warpgroup of scores.
 DI bool group_any(int g, bool x) {
   uint32_t r;

@@ -132,9 +132,9 @@ struct Scores {
     return most > __float_as_int(TOP_WEIGHT);
   }
   // Moves the references of heads whose maximum over this tile exceeds them by more than 2^15 (all of them on the first
-  // tile that has a key). S: logits relative to the reference, log2 units. The weights' space of the group, whose
-  // weights are not yet, or not right, holds the maxima of the four warps.
-  DI void move_references(float (&S)[HEADS / 2], uint32_t kept, bool first, bool met) {
+  // tile that has a key). S: logits relative to the reference, 1 / unit of them in log2 units; then in those. The weights' space of the group,
+  // whose weights are not yet, or not right, holds the maxima of the four warps.
+  DI void move_references(float (&S)[HEADS / 2], uint32_t kept, bool first, bool met, float unit) {
     const uint32_t tops = base + WEIGHTS + group * BLOCK, references = base + REFERENCE + kept * TABLE;
     float v[HEADS / 4], ref[HEADS / 4], top[2];
 #pragma unroll
@@ -145,7 +145,7 @@ struct Scores {
     const float2 old = load_float2(references + mine());
     group_sync(group);
     const float2 x0 = load_float2(tops + mine()), x1 = load_float2(tops + TABLE + mine()), x2 = load_float2(tops + 2 * TABLE + mine()), x3 = load_float2(tops + 3 * TABLE + mine());
-    top[0] = fmaxf(fmaxf(x0.x, x1.x), fmaxf(x2.x, x3.x)); top[1] = fmaxf(fmaxf(x0.y, x1.y), fmaxf(x2.y, x3.y));
+    top[0] = fmaxf(fmaxf(x0.x, x1.x), fmaxf(x2.x, x3.x)) * unit; top[1] = fmaxf(fmaxf(x0.y, x1.y), fmaxf(x2.y, x3.y)) * unit;
     const float was[2] = {met ? old.x : 0.f, met ? old.y : 0.f};
     if (w == 0) {
       const float limit = met ? MOST : -INF;
@@ -165,7 +165,7 @@ struct Scores {
       const float by0 = r.x - ref[2 * c], by1 = r.y - ref[2 * c + 1];
       // No more than the limit, which only the rounding of huge logits exceeds here; NaN stays.
 #pragma unroll
-      for (int x = 0; x < 4; x++) { const float s = S[4 * c + x] - (x & 1 ? by1 : by0); S[4 * c + x] = s > MOST ? MOST : s; }
+      for (int x = 0; x < 4; x++) S[4 * c + x] = least_or_nan(fmaf(S[4 * c + x], unit, -(x & 1 ? by1 : by0)), MOST);
     }
   }
   // In a table of heads: this lane's two. With fewer than 64 heads several lanes have the same.
@@ -233,26 +233,29 @@ struct Scores {
       read_references(ref, kept, true);
 #pragma unroll
       for (int x = 0; x < HEADS / 2; x++) S[x] = fmaf(S[x], c1, -ref[2 * (x >> 2) + (x & 1)]);
-    } else {
-#pragma unroll
-      for (int x = 0; x < HEADS / 2; x++) S[x] *= c1;
     }
     float add[2];
     bool grew = false;
     // Most tiles have all their keys, and references seldom move: weights are found as if it were so, and once more if not.
-    bool exact = !all || WITH_MAX || !met;
+    bool exact = !all || WITH_MAX;
     if (!WITH_MAX && met) exact |= weigh(S, add);
-    if (group_any(group, exact)) {
-      const uint32_t bits = load_shared4(base + VALID + 8 * (ring() & 7) + (g8 & 4)) >> (key() & 31);
-      const bool ok0 = bits & 1, ok1 = bits & 256;
-      float top = -INF;
+    if (!met || group_any(group, exact)) {
+      const uint32_t valid = base + VALID + 8 * (ring() & 7);
+      if (!all) {
+        const uint32_t bits = load_shared4(valid + (g8 & 4)) >> (key() & 31);
+        const bool ok0 = bits & 1, ok1 = bits & 256;
 #pragma unroll
-      for (int x = 0; x < HEADS / 2; x++) {
-        if (!(x & 2 ? ok1 : ok0)) S[x] = -INF;
-        top = fmaxf(top, S[x]);
+        for (int x = 0; x < HEADS / 2; x++) if (!(x & 2 ? ok1 : ok0)) S[x] = -INF;
       }
-      grew = group_any(group, top > (met ? MOST : -INF));
-      if (grew || WITH_MAX) move_references(S, kept, first, met);
+      if (met) {
+        float top = -INF;
+#pragma unroll
+        for (int x = 0; x < HEADS / 2; x++) top = fmaxf(top, S[x]);
+        grew = group_any(group, top > MOST);
+      } else {
+        grew = all || __ballot_sync(~0u, (load_shared4(valid) | load_shared4(valid + 4)) != 0);   // there is a key
+      }
+      if (grew || WITH_MAX) move_references(S, kept, first, met, met ? 1.f : c1);
       weigh(S, add);
     }
     if (WITH_LSE) {
@@ -282,39 +285,36 @@ struct Scores {
   }
   DI uint32_t query_of(uint32_t number) const { return base + QUERY + (number & (QUERIES - 1)) * QUERY_BYTES; }
   DI static uint32_t query_raw(uint32_t number, int half) { return QUERY_RAW + 16 * (number & 1) + 8 * half; }
-  // Asks for blocks 4 half .. 4 half + 3 of the query of an item, token number `number`, and for `more` bytes.
-  DI void ask_half(int item, uint32_t number, int half, uint32_t more) const {
+  // Asks for blocks 4 half .. 4 half + 3 of the query of a token, number `number` of the CTA, from head `head` on.
+  DI void ask_half(int token, int head, uint32_t number, int half) const {
     const uint32_t raw = base + query_raw(number, half);
-    const int token = token_of(p, item), head = first_head(p, item);
     if (one_lane()) {
-      arrive_and_expect(raw, 4 * BLOCK + more);
-      for (int b = 4 * half; b < 4 * half + 4; b++) copy_query(p, query_map, query_of(number) + b * BLOCK, b, head, token, raw);
+      arrive_and_expect(raw, 4 * BLOCK + (half && wants_angles() ? 256 : 0));
+      copy_query(query_map, query_of(number) + 4 * half * BLOCK, 4 * half, head, token, raw);
     }
   }
   DI bool wants_angles() const { return p.rotate_query || p.unrotate_output; }
-  // With the second half.
+  // They come with the second half.
   DI void ask_angles(uint32_t number, const RawPosition& position) const {
     const float* table = rope_row(p, position.value(p));
     if (wants_angles() && one_lane()) copy_row(base + ANGLES + 256 * number, table, 256, base + query_raw(number, 1));
   }
-  // The second half, and the token's angles.
-  DI void ask_rest(int item, uint32_t number, const RawPosition& position) const {
-    ask_half(item, number, 1, wants_angles() ? 256 : 0);
-    ask_angles(number, position);
-  }
   // By warp 0 of the group whose tile is the first of a token, while the others work on the tiles before: where there is one query, each
-  // half of it is copied when the products with what was there are done; with the first half they are.
+  // half of it is copied when the products with what was there are done.
   DI void ask_query(int item, uint32_t number) const {
-    const RawPosition position = ask_position(p, token_of(p, item));
+    const int token = token_of(p, item), head = first_head(p, item);
+    const RawPosition position = ask_position(p, token);
     if (QUERIES == 1) {
       wait(base + SETTLED + 8 * group, (own & 1) ^ 1); // of this group's other warps
-      ask_half(item, number, 0, 0);
+      wait_others(base + HALF_READ);
+      ask_half(token, head, number, 0);
       wait_others(base + ALL_READ);
     } else {
       wait(base + SETTLED + 8 * group_before(2), parity_before(2));   // of the token two before, which had this place; the tile before may be of the other one
-      ask_half(item, number, 0, 0);
+      ask_half(token, head, number, 0);
     }
-    ask_rest(item, number, position);
+    ask_half(token, head, number, 1);
+    ask_angles(number, position);
   }
   // In the middle of a tile, by warp 0: if the group's next tile is the first of the next token, nobody needs what is where its query
   // goes. The position has not come yet.
@@ -322,10 +322,10 @@ struct Scores {
     const uint32_t place = (ring() + GROUPS) & (TILES - 1), word = word_at(place), next = (number + 1) & (TURNS - 1);
     asked = word & TOKEN_FIRST && token_number(word) == next;
     if (!asked) return;
-    const int item = item_at(place);
-    position = ask_position(p, token_of(p, item));
-    ask_half(item, next, 0, 0);
-    ask_half(item, next, 1, wants_angles() ? 256 : 0);
+    const int item = item_at(place), token = token_of(p, item), head = first_head(p, item);
+    position = ask_position(p, token);
+    ask_half(token, head, next, 0);
+    ask_half(token, head, next, 1);
   }
   DI bool has_asked() const { return __ballot_sync(~0u, asked); }   // a vote: for the compiler all lanes have the same
   // This warp's part of half of a token's query: the first half by the group whose tile is the first of the token, the second
@@ -346,25 +346,26 @@ struct Scores {
     const int begins = lookup().next(ring(), group, freed);
     if (SPLITS > 1 || begins >= lookup().items() || !one_lane()) return;   // a split token is a CTA's only one
 #pragma unroll 1
-    for (int b = 0; b < 8; b++) prefetch_query(p, query_map, b, first_head(p, begins), token_of(p, begins));   // so that it is there when it is asked for
+    for (int half = 0; half < 2; half++) prefetch_query(query_map, 4 * half, first_head(p, begins), token_of(p, begins));   // so that it is there when it is asked for
   }
   DI Lookup lookup() const { return {p, base, 0, lane, rank, item_step}; }
   DI uint32_t word_at(uint32_t place) const { return __shfl_sync(~0u, load_shared4(base + WHICH + 8 * (place & (TILES - 1))), 0); }
   DI int item_at(uint32_t place) const { return load_shared4(base + WHICH + 8 * (place & (TILES - 1)) + 4); }
   DI void run(int item0) {
     const bool work = item0 < p.tokens * p.head_blocks, asks = work && group == 0 && w == 0;
+    const int token0 = token_of(p, item0), head0 = first_head(p, item0);
     RawPosition position;
     wait_for_launch_before();
     if (work) {
       float sink = -INF;
-      if (asks) { ask_half(item0, 0, 0, 0); position = ask_position(p, token_of(p, item0)); }
+      if (asks) { ask_half(token0, head0, 0, 0); position = ask_position(p, token0); }
       if (group == 1 && p.sink && 32 * w + lane < p.heads) sink = __ldg(p.sink + 32 * w + lane);
       if (w == 0) lookup().ask_first(item0, group);
       if (group == 1) store_float(base + SINKS + (32 * w + lane) * 4, sink * LOG2E);
     }
     __syncthreads();
     if (work && is_tile(word_at(0)) && item_at(0) == item0) {
-      if (asks) ask_rest(item0, 0, position);           // after the slots, and about when the first rows are asked for
+      if (asks) { ask_half(token0, head0, 0, 1); ask_angles(0, position); }   // after the slots, and about when the first rows are asked for
     } else if (work) {
       // What was asked for is of no use: the first row has no keys. The barrier is brought back to where it was.
       if (asks) {
@@ -380,18 +381,13 @@ struct Scores {
       const uint32_t word = word_at(ring()), number = token_number(word);
       const bool exists = is_tile(word), first = word & TOKEN_FIRST;
       const bool begins = word & (GROUP_FIRST | NONE); // the first tile of this group in the token, or none: else there is no query to care for
-      bool rest = false, rest_first = false;
       if (begins) {
         // The tile before is the first of its token.
-        rest = word & TOKEN_SECOND || ((first || !exists) && (own || group) && word_at(ring() - 1) & TOKEN_FIRST);
-        rest_first = rest && (first || own == 0);      // what comes next waits for the tile before, or at the start for rows
-        if (rest_first) widen_rest();
+        if (word & TOKEN_SECOND || ((first || !exists) && (own || group) && word_at(ring() - 1) & TOKEN_FIRST)) widen_rest();
         const bool follows = number == ((before + 1) & (TURNS - 1));   // the token of this group's last tile was the one before
         before = number;
         if (first && !has_asked()) {
-          if (QUERIES == 1) {
-            wait_others(base + HALF_READ);
-          } else if (!follows) {
+          if (QUERIES == 2 && !follows) {
             wait(base + SETTLED + 8 * group_before(2), parity_before(2));   // the token two before has had its query, which waited for the same barriers
           }
           if (w == 0 && (own || group)) ask_query(item_at(ring()), number);
@@ -399,12 +395,12 @@ struct Scores {
       }
       if (w == 0 && exists) look_up();                 // while the query comes
       if (begins) {
-        if (rest && !rest_first) widen_rest();
         if (!exists) break;
         if (first) widen_query(0, number);
         asked = false;
         wait(base + QUERY_FULL + 8 * (number & 1), (number >> 1) & 1);
         counted = false;
+        if (QUERIES == 1 && word & TOKEN_SECOND) wait_before(base + ALL_READ);   // the values wait for the first tile of a token: it has the tensor cores for itself
       }
       if (A_KIND == B_KIND || !(word & COMPRESSED)) tile<A_KIND>(number, first, word & GROUP_LAST, word & ALL_EXIST);
       else tile<B_KIND>(number, first, word & GROUP_LAST, word & ALL_EXIST);

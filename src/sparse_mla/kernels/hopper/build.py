@@ -122,7 +122,7 @@ def query_map(
 ) -> Any:
     """How a bf16 query lies in device memory, as the TMA takes it: a CUtensorMap.
 
-    A box of it is a block of heads x 64 dims of one token, in the order of shared memory: dims, pieces of dims, heads.
+    A box of it is four blocks of heads x 64 dims of one token, in the order of shared memory: dims, pieces of dims, heads, blocks.
 
     Args:
         address: of the query, a multiple of 16.
@@ -135,16 +135,24 @@ def query_map(
 
     tokens, heads, dims = shape
     piece = 16 if chunked else QUERY_BLOCK
-    between = [piece * heads, piece, strides[0]] if chunked else [piece, strides[1], strides[0]]
+    pieces = QUERY_BLOCK // piece
+    between = (
+        [piece * heads, piece, pieces * piece * heads, strides[0]]
+        if chunked
+        else [piece, strides[1], piece, strides[0]]
+    )
     return _checked(
         driver.cuTensorMapEncodeTiled(
             driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
-            4,
+            5,
             address,
-            [driver.cuuint64_t(size) for size in (piece, dims // piece, heads, tokens)],
+            [
+                driver.cuuint64_t(size)
+                for size in (piece, pieces, heads, dims // QUERY_BLOCK, tokens)
+            ],
             [driver.cuuint64_t(2 * stride) for stride in between],
-            [driver.cuuint32_t(size) for size in (piece, QUERY_BLOCK // piece, block, 1)],
-            [driver.cuuint32_t(1)] * 4,
+            [driver.cuuint32_t(size) for size in (piece, pieces, block, 4, 1)],
+            [driver.cuuint32_t(1)] * 5,
             driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
             driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_NONE,
             driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_NONE,
