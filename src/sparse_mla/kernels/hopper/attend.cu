@@ -30,7 +30,8 @@
 // finishes the output of some heads: sums for the others go there from its own shared memory by bulk copies, which count on a
 // barrier, mostly to where the query was. What it was sent it adds in rank order.
 //
-// Orders. Dims of the query inside 16: step i of a 64-dim block has dim 16 t + 4 i + 2 h + e in place 8 h + 2 t + e.
+// Orders. Dims of the query inside 16: step i of a 64-dim block has dim 16 t + 4 i + 2 h + e in place 8 h + 2 t + e; where one of the sets is
+// NVFP4 dim 16 t + 8 (i >> 1) + (i & 1) + 4 h + 2 e, for even and odd codes of a word are widened apart.
 // Keys of a tile: row 16 t + 8 h + 4 e + s is in step s of the values, place 8 h + 2 t + e; score warp s has these 16 rows.
 // 16 rows share a pad of 32 bytes, so that the reads of both meet different banks.
 //
@@ -43,6 +44,7 @@
 #include "instructions.cuh"
 
 #define HAS_V4 (A_KIND == KIND_V4 || B_KIND == KIND_V4)
+#define HAS_NVFP4 (A_KIND == KIND_NVFP4 || B_KIND == KIND_NVFP4)
 
 // Rows of a tile in shared memory, scales behind the data, PITCH bytes apart.
 template <int KIND> struct Raw;

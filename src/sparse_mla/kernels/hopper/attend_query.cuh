@@ -19,7 +19,12 @@ struct QueryRows {
                    turn(x.z, __uint_as_float(c.z), __uint_as_float(s.z)), turn(x.w, __uint_as_float(c.w), __uint_as_float(s.w)));
   }
   DI void store(uint4 x, int n, int b) const {
-    const uint32_t words[4] = {x.x, x.y, x.z, x.w}, four = ROUNDS == 1 ? w : n;   // of the heads, its parity
+    uint32_t words[4] = {x.x, x.y, x.z, x.w};
+    if (HAS_NVFP4) {
+      words[0] = __byte_perm(x.x, x.y, 0x5410); words[2] = __byte_perm(x.x, x.y, 0x7632);
+      words[1] = __byte_perm(x.z, x.w, 0x5410); words[3] = __byte_perm(x.z, x.w, 0x7632);
+    }
+    const uint32_t four = ROUNDS == 1 ? w : n;   // of the heads, its parity
     const uint32_t to = row + n * 512 + b * BLOCK + ((lane & 1) ^ (four & 1)) * 64 + 4 * ((lane >> 1) & 3);
 #pragma unroll
     for (int j = 0; j < 4; j++) store_shared4(to + ((j ^ (lane >> 3)) << 4), numbers_of_bf16(words[j]));

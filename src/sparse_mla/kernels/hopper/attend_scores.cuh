@@ -52,16 +52,19 @@ struct Scores {
       store_shared4(to + i * PART, numbers_of_ue8m0(a, b));
     }
   }
-  // Dims 4 i .. 4 i + 3 of this lane's 16, as two f16 pairs; of 16 bf16 dims x has the half that is asked for.
+  // Those of this lane's 16 dims that step i has, as two f16 pairs; of 16 bf16 dims x has the half that is asked for.
   template <int KIND, int B> DI static void widen(uint32_t& lo, uint32_t& hi, int i, uint4 x, uint32_t sc) {
     const uint32_t words[4] = {x.x, x.y, x.z, x.w};
-    if (KIND == KIND_V4 && B == 7) { lo = numbers_of_bf16(words[2 * (i & 1)]); hi = numbers_of_bf16(words[2 * (i & 1) + 1]); return; }
-    if (KIND == KIND_NVFP4) {
-      const uint32_t codes = __byte_perm(e2m1_even(words[i >> 1]), e2m1_odd(words[i >> 1]), i & 1 ? 0x7362 : 0x5140);
-      lo = times(numbers_of_f16(e4m3_pair<0>(codes)), sc); hi = times(numbers_of_f16(e4m3_pair<1>(codes)), sc);
+    if (KIND == KIND_V4 && B == 7) {
+      const int pairs = i & 1 ? 0x7632 : 0x5410;
+      lo = numbers_of_bf16(HAS_NVFP4 ? __byte_perm(words[0], words[1], pairs) : words[2 * (i & 1)]);
+      hi = numbers_of_bf16(HAS_NVFP4 ? __byte_perm(words[2], words[3], pairs) : words[2 * (i & 1) + 1]);
       return;
     }
-    lo = times(numbers_of_f16(e4m3_pair<0>(words[i])), sc); hi = times(numbers_of_f16(e4m3_pair<1>(words[i])), sc);
+    uint32_t codes = words[i];
+    if (KIND == KIND_NVFP4) codes = i & 1 ? e2m1_odd(words[i >> 1]) : e2m1_even(words[i >> 1]);
+    else if (HAS_NVFP4) codes = __byte_perm(words[i & 2], words[(i & 2) + 1], i & 1 ? 0x7531 : 0x6420);
+    lo = times(numbers_of_f16(e4m3_pair<0>(codes)), sc); hi = times(numbers_of_f16(e4m3_pair<1>(codes)), sc);
   }
   template <int KIND, int B> DI void read_block(uint4 (&d)[2], uint32_t row) const {
 #pragma unroll

@@ -41,8 +41,7 @@ template <int KIND> DI void widen_words(uint32_t* a, const uint32_t (&x)[2][2], 
     const uint32_t sc = h ? sc1 : sc0;
     uint32_t v[4];
     if (KIND == KIND_NVFP4) {
-      const int two = half ? 0x7362 : 0x5140;
-      const uint32_t even = __byte_perm(e2m1_even(x[h][0]), e2m1_even(x[h][1]), two), odd = __byte_perm(e2m1_odd(x[h][0]), e2m1_odd(x[h][1]), two);
+      const uint32_t both = __byte_perm(x[h][0], x[h][1], half ? 0x7362 : 0x5140), even = e2m1_even(both), odd = e2m1_odd(both);
       v[0] = e4m3_pair<0>(even); v[1] = e4m3_pair<0>(odd); v[2] = e4m3_pair<1>(even); v[3] = e4m3_pair<1>(odd);
     } else {
       const uint32_t lo = __byte_perm(x[h][0], x[h][1], 0x5140), hi = __byte_perm(x[h][0], x[h][1], 0x7362);
