@@ -20,8 +20,8 @@ from sparse_mla.settings import settings
 ARCHITECTURE = "sm_90a"
 ENTRY = b"attend"
 ZEROS = b"zero_row"
-QUERY_BLOCK = 64
-"""Dims of a box of the query."""
+QUERY_BLOCK, BOX_BLOCKS = 64, 4
+"""Dims of a block of the query; blocks of a box, which are half of it."""
 
 _KINDS = {MXFP8: 0, MXFP8_PLANAR: 0, NVFP4: 1, NVFP4_PLANAR: 1, V4: 2}
 RECORDS = tuple(_KINDS)
@@ -151,7 +151,7 @@ def query_map(
                 for size in (piece, pieces, heads, dims // QUERY_BLOCK, tokens)
             ],
             [driver.cuuint64_t(2 * stride) for stride in between],
-            [driver.cuuint32_t(size) for size in (piece, pieces, block, 4, 1)],
+            [driver.cuuint32_t(size) for size in (piece, pieces, block, BOX_BLOCKS, 1)],
             [driver.cuuint32_t(1)] * 5,
             driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
             driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_NONE,
