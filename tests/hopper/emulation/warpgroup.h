@@ -62,7 +62,6 @@ static inline float least_or_nan(float a, float b) { return a < b || a != a ? a 
 static inline void group_sync(int g) { gather(g + 1, 128, false); }
 static inline bool group_any(int g, bool x) { return gather(g + 1, 128, x); }
 template <class T> static inline void forget(T&) {}
-static inline bool is_over(uint32_t b, uint32_t parity) { return __shfl_sync(~0u, (int)(barrier_at(cur->cta, b).phase != parity), 0); }
 static inline bool one_lane() { together(31, 0, nothing); return cur->lane == 0; }
 #ifdef EVERY_LANE_ARRIVES
 static inline void arrive_once(uint32_t b) { arrive(b); }

@@ -21,7 +21,7 @@
 //             which is asked for it when the rows of that tile are looked up. Scores of the tile after wait for those of a token's first.
 //   values    warpgroup g adds up (dims x heads) of all tiles for dims 256 g .. 256 g + 255. A lane reads 8 dims of four
 //             keys, pairs up two keys of a dim, widens them, and multiplies by the weights. Between its products a warp
-//             copies 8 rows of the tile AHEAD further, one bulk copy each; with few stages it does so before, if it would wait for weights.
+//             copies 8 rows of the tile AHEAD further, one bulk copy each.
 // The reference of a head's weights lies 2^10 below its maximum, so that weights down to 2^-24 of the largest are normal
 // f16. It moves only when the maximum grew by more than 2^5, so sums are almost never rescaled: a tile's weights are found with
 // the old one, and once more if one of them is above 2^15. The tile after learns it from the tile before (SETTLED). The sum of
@@ -63,9 +63,6 @@ constexpr int GROUPS = HEAD_TILES == 8 ? 2 : 3;            // warpgroups of scor
 constexpr int QUERIES = HEAD_TILES == 2 ? 2 : 1;           // of a token, and of the next one
 constexpr int STAGES = HEAD_TILES == 8 ? (HAS_V4 || APART ? 3 : 4) : HAS_V4 || (HEAD_TILES == 4 && (APART || WITH_MAX)) ? 4 : 5;
 constexpr int AHEAD = STAGES - 1;   // so many tiles after the one whose values are added up rows are copied
-constexpr bool IDLE_COPIES = STAGES == 3;     // values copy rows while they wait for weights, too: with few rows in flight it is worth its instructions
-constexpr int NOTED = AHEAD + IDLE_COPIES;    // so many after the one that is scored are looked up: known to the values before they wait
-constexpr int PLACES = STAGES + IDLE_COPIES;  // of what is noted of a tile's rows
 constexpr int STAGE = scales_at<HAS_V4 ? KIND_V4 : KIND_MXFP8>() + 4 * PART - 32;   // the last part needs no pad
 static_assert(scales_at<KIND_NVFP4>() + 8 * PART <= STAGE, "a tile of the smallest rows");
 // Several tiles, and tokens of one tile each, are under way: what is kept of so many.
@@ -107,12 +104,12 @@ constexpr uint32_t MISSING = 2, NO_TILE = 4 | MISSING;
 constexpr int WHICH = HOW + 64;               // [tile, TILES][2] u32, see Walk::word; token and heads
 constexpr int GREW = WHICH + 8 * TILES;       // [group] u32, sums must be rescaled
 constexpr int MET = GREW + 4 * GROUPS;        // [token, KEPT] u32, a tile had a key
-constexpr int UNITS = (MET + 4 * KEPT + 15) & ~15;   // [tile, PLACES][64] u32, where its rows are, 16-byte units; ~0: nowhere
-constexpr int SLOTS = UNITS + 256 * PLACES;   // [group][64] int
+constexpr int UNITS = (MET + 4 * KEPT + 15) & ~15;   // [stage][64] u32, where its rows are, 16-byte units; ~0: nowhere
+constexpr int SLOTS = UNITS + 256 * STAGES;   // [group][64] int
 constexpr int WALK = SLOTS + 256 * GROUPS;    // [group] 32 bytes
-constexpr int SCALE_UNITS = WALK + 32 * GROUPS;   // [tile, PLACES][64] u32, where scales are that lie apart, 8-byte units
+constexpr int SCALE_UNITS = WALK + 32 * GROUPS;   // [stage][64] u32, where scales are that lie apart, 8-byte units
 constexpr int SHARED_BYTES = 232448;     // what a multiprocessor has
-static_assert(SCALE_UNITS + (APART ? 256 * PLACES : 0) <= SHARED_BYTES, "shared memory");
+static_assert(SCALE_UNITS + (APART ? 256 * STAGES : 0) <= SHARED_BYTES, "shared memory");
 constexpr int MESSAGE = 1024 * ROUND;         // of a warp to a CTA
 constexpr int OUTBOX = ANGLES - PARTS_BYTES;  // [round][other CTA][warp of values]: for that CTA, where rows were
 constexpr int INBOX = QUERY;                  // the same, from that CTA

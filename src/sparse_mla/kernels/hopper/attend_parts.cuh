@@ -41,12 +41,6 @@ DI bool group_any(int g, bool x) {
 }
 // What is computed from x from here on is computed here, not before a loop and kept.
 template <class T> DI void forget(T& x) { asm volatile("" : "+r"(x)); }
-// Whether a wait would end at once; all lanes have the same.
-DI bool is_over(uint32_t b, uint32_t parity) {
-  uint32_t r;
-  asm volatile("{.reg .pred p; mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}" : "=r"(r) : "r"(b), "r"(parity) : "memory");
-  return __shfl_sync(~0u, r, 0);
-}
 #ifdef EVERY_LANE_ARRIVES
 DI void arrive_once(uint32_t b) { arrive(b); }
 #else

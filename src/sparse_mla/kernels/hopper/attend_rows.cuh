@@ -9,8 +9,8 @@ DI bool is_tile(uint32_t word) { return (word & (COMPRESSED | NONE)) != NONE; }
 DI uint32_t token_number(const uint32_t& word) { return (word >> TOKENS_BEFORE) & (TURNS - 1); }
 
 // Where the rows of tiles to come are. Warp 0 of a group of scores looks them up at the head of each of its tiles, n: it
-// notes where those of tile n + NOTED are, whose slots it asked for GROUPS tiles before, and asks for the slots of the tile
-// that is as many further. While the values of tile n are added up, or waited for, the rows of tile n + AHEAD are copied.
+// notes where those of tile n + AHEAD are, whose slots it asked for GROUPS tiles before, and asks for the slots of the tile
+// that is as many further. While the values of tile n are added up the rows of tile n + AHEAD are copied.
 struct Walk {
   uint64_t list;               // of the tile's slots
   int left, set_tiles;         // keys of the set from this tile on, tiles of the set after it
@@ -60,8 +60,8 @@ struct Lookup {
     if (s.set_tiles < GROUPS) { seek(s, s.item, s.number + GROUPS, s.flags >> 1); return; }
     s.list += 256 * GROUPS; s.left -= 64 * GROUPS; s.set_tiles -= GROUPS; s.token_tiles -= GROUPS; s.number += GROUPS;
   }
-  // `unit`: its place in UNITS.
-  DI void note(uint32_t tile, int unit, uint32_t word, int item, int slot0, int slot1) const {
+  // `stage`: where its rows will lie.
+  DI void note(uint32_t tile, int stage, uint32_t word, int item, int slot0, int slot1) const {
     const uint32_t place = tile & (TILES - 1);
     tile &= 7;
     if (!is_tile(word)) {
@@ -76,7 +76,7 @@ struct Lookup {
       const int slot = i ? slot1 : slot0;
       const bool ok = (uint32_t)slot < k.num_slots;
       const uint32_t page = page_of(k, slot);
-      const uint32_t at = base + UNITS + unit * 256 + i * 128 + lane * 4;
+      const uint32_t at = base + UNITS + stage * 256 + i * 128 + lane * 4;
       store_shared4(at, ok ? row_units(k, slot, page) : ~0u);
       if (APART) store_shared4(at - UNITS + SCALE_UNITS, scale_units(k, slot, page));
       valid[i] = __ballot_sync(~0u, ok);
@@ -113,7 +113,7 @@ struct Lookup {
     guess.list = 0; guess.left = 0;
     if (item0 < items()) place(guess, token_of(p, item0), span_of(p, p.a.width, p.b.width, rank), warp, 0);
     wait_for_launch_before();
-    if (warp >= NOTED) return;
+    if (warp >= AHEAD) return;
     int slots[2];
     load_slots(guess, lane, slots);
     seek(s, item0, warp, 0);
@@ -123,16 +123,16 @@ struct Lookup {
   // What the first `next` of this warp, of a group, will note.
   DI void ask_first(int item0, int group) const {
     Walk s;
-    seek(s, item0, NOTED + group, 0);
+    seek(s, item0, AHEAD + group, 0);
     ask(group, s);
   }
-  // At the head of tile `tile` of a group; `freed`: the stage of tile + AHEAD. Returns the item that begins with tile + NOTED, or one that does not exist.
-  DI int next(uint32_t tile, int group, int freed) const {
+  // At the head of tile `tile` of a group; `stage`: of tile + AHEAD. Returns the item that begins with that one, or one that does not exist.
+  DI int next(uint32_t tile, int group, int stage) const {
     copy_wait<0>();
     __syncwarp();
     const uint32_t slots = base + SLOTS + group * 256 + lane * 4;
     Walk s = recall(group);
-    note(tile + NOTED, IDLE_COPIES ? (tile + NOTED) % PLACES : freed, s.word(items()), s.item, load_shared4(slots), load_shared4(slots + 128));
+    note(tile + AHEAD, stage, s.word(items()), s.item, load_shared4(slots), load_shared4(slots + 128));
     const int begins = s.number == 0 ? s.item : items();
     advance(s);
     __syncwarp();              // all lanes have recalled
@@ -177,10 +177,10 @@ struct Coming {
     }
     if (HAS_V4 && lane < 8) copies_arrive(full);
   }
-  // Asks shared memory for what `start` needs of tile `tile`, noted at `unit`.
-  DI void look(uint32_t base, uint32_t tile, int unit, int warp) {
+  // Asks shared memory for what `start` needs of tile `tile`, whose rows go to `stage`.
+  DI void look(uint32_t base, uint32_t tile, int stage, int warp) {
     how = load_shared1(base + HOW + 8 * (tile & 7) + warp);
-    at = base + UNITS + unit * 256 + warp * 32;
+    at = base + UNITS + stage * 256 + warp * 32;
     if (SPLITS > 1 && how == NO_TILE) return;      // FINAL may be there
     const uint4 x = load_shared16(at), y = load_shared16(at + 16);
     units[0] = x.x; units[1] = x.y; units[2] = x.z; units[3] = x.w; units[4] = y.x; units[5] = y.y; units[6] = y.z; units[7] = y.w;
@@ -204,8 +204,6 @@ struct Coming {
       copy_row_together(to + i * pitch(), u == ~0u ? p.zeros : pages + (uint64_t)u * 16, bytes(), full, p.row_policy);
     }
   }
-  // Nothing is left to be copied.
-  DI void end() { how = NO_TILE; }
   // Two neighbouring rows, `pair` of 4.
   DI void copy(int pair) const {
     const uint32_t row = to + 2 * pair * pitch();

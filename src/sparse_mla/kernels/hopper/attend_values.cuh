@@ -423,7 +423,6 @@ DI void add_values(const Args& p, uint32_t base, int g, int w, int lane, int ran
   uint32_t done = 0, tokens = 0;    // tiles; tokens that have keys
   int stage = 0, freed = STAGES - 1;   // of this tile and of the tile before, where the rows of a tile to come go
   int group = 0, group_before = GROUPS - 1;   // of scores, likewise
-  int noted = AHEAD; uint32_t rounds = 0;   // IDLE_COPIES: where those rows are noted, else as `freed`
   uint32_t phase = 0, turn = 0, turn_before = 1;   // parities of the stage's, of the group's and of the tile before
   uint32_t summed[SUM_STEPS];
 #pragma unroll
@@ -463,16 +462,6 @@ DI void add_values(const Args& p, uint32_t base, int g, int w, int lane, int ran
       const uint32_t raw = base + RAW + stage * STAGE;
       const uint64_t weights = dim_major_of(first_weights + group * (BLOCK >> 4));
       last = next.last();
-      // Rows to come are copied while this warp would wait for weights, else between its products.
-      const bool early = IDLE_COPIES && !is_over(base + FULL + 8 * group, turn);
-      if (early) {
-        coming.look(base, done + AHEAD, noted, slab);
-        wait(base + WEIGHTS_EMPTY + 8 * group_before, turn_before);   // the tile before, whose rows were in the stage
-        coming.start(base, freed, slab);
-#pragma unroll
-        for (int pair = 0; pair < 4; pair++) coming.copy(pair);
-        coming.end();
-      }
       wait(base + FULL + 8 * group, turn);
       const bool grew = load_shared4(base + GREW + 4 * group);
       uint32_t some[SUM_STEPS][4];
@@ -489,11 +478,11 @@ DI void add_values(const Args& p, uint32_t base, int g, int w, int lane, int ran
 #pragma unroll
         for (int k = 0; k < SUM_STEPS; k++) add_rows(total, some[k]);
       }
-      if (!early) coming.look(base, done + AHEAD, IDLE_COPIES ? noted : freed, slab);
+      coming.look(base, done + AHEAD, freed, slab);
       const NextTile tile = next;
       const auto side = [&](int step) {
-        if (step == 0 && !early) {
-          wait(base + WEIGHTS_EMPTY + 8 * group_before, turn_before);
+        if (step == 0) {
+          wait(base + WEIGHTS_EMPTY + 8 * group_before, turn_before);   // the tile before, whose rows were in the stage
           coming.start(base, freed, slab);
         }
         if (step & 1) coming.copy(step >> 1);
@@ -517,7 +506,6 @@ DI void add_values(const Args& p, uint32_t base, int g, int w, int lane, int ran
       next_place<GROUPS>(group, turn);
       freed = stage;
       next_place<STAGES>(stage, phase);
-      if (IDLE_COPIES) next_place<PLACES>(noted, rounds);
     }
     if (!WITH_LSE && has_keys) share_sums(s, tokens & 1, total, L);
     tokens += has_keys;
