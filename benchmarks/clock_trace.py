@@ -96,7 +96,7 @@ EDITS: Edits = {
         ("", "    arrive_once(base + SETTLED + 8 * group);\n", SCORE_TILE.format(4)),
         ("", "    arrive_once(base + FULL + 8 * group);\n", SCORE_TILE.format(5)),
         ("", "      wait_others(base + HALF_READ);\n", SCORE_TOKEN.format(0)),
-        ("", "      wait_others(base + ALL_READ);\n", SCORE_TOKEN.format(1)),
+        ("", "    if (QUERIES == 1) wait_others(base + ALL_READ);\n", SCORE_TOKEN.format(1)),
         ("", "    wait(base + query_raw(number, half), (number >> 1) & 1);\n", QUERY_HALF.format(2)),
         ("", "    QueryRows(base, query_of(number), base + ANGLES + 256 * number, rows, l).widen(half, number, p.rotate_query);\n", QUERY_HALF.format(3)),
     ),

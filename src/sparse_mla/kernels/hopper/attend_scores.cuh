@@ -302,6 +302,11 @@ struct Scores {
     const float* table = rope_row(p, position.value(p));
     if (wants_angles() && one_lane()) copy_row(base + ANGLES + 256 * number, table, 256, base + query_raw(number, 1));
   }
+  // The second half, and the token's angles.
+  DI void ask_rest(int token, int head, uint32_t number, const RawPosition& position) const {
+    ask_half(token, head, number, 1);
+    ask_angles(number, position);
+  }
   // By warp 0 of the group whose tile is the first of a token, while the others work on the tiles before: where there is one query, each
   // half of it is copied when the products with what was there are done.
   DI void ask_query(int item, uint32_t number) const {
@@ -310,14 +315,12 @@ struct Scores {
     if (QUERIES == 1) {
       wait(base + SETTLED + 8 * group, (own & 1) ^ 1); // of this group's other warps
       wait_others(base + HALF_READ);
-      ask_half(token, head, number, 0);
-      wait_others(base + ALL_READ);
     } else {
       wait(base + SETTLED + 8 * group_before(2), parity_before(2));   // of the token two before, which had this place; the tile before may be of the other one
-      ask_half(token, head, number, 0);
     }
-    ask_half(token, head, number, 1);
-    ask_angles(number, position);
+    ask_half(token, head, number, 0);
+    if (QUERIES == 1) wait_others(base + ALL_READ);
+    ask_rest(token, head, number, position);
   }
   // In the middle of a tile, by warp 0: if the group's next tile is the first of the next token, nobody needs what is where its query
   // goes. The position has not come yet.
@@ -368,7 +371,7 @@ struct Scores {
     }
     __syncthreads();
     if (work && is_tile(word_at(0)) && item_at(0) == item0) {
-      if (asks) { ask_half(token0, head0, 0, 1); ask_angles(0, position); }   // after the slots, and about when the first rows are asked for
+      if (asks) ask_rest(token0, head0, 0, position);   // after the slots, and about when the first rows are asked for
     } else if (work) {
       // What was asked for is of no use: the first row has no keys. The barrier is brought back to where it was.
       if (asks) {
